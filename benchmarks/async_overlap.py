@@ -31,14 +31,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nemo_rl.algorithms.loop import train
-from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.datasets import PromptSet
-from nemo_rl.data.prompts import PromptLoader
+from nemo_rl.config.shared_sections import RolloutConfig
+from nemo_rl.data.prompt_loader import PromptLoader
+from nemo_rl.data.prompt_sets import PromptSet
 from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.experience.async_source import AsyncSource
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits, RolloutOptions
-from nemo_rl.interfaces import EnginePart, Weights
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutLimits, RolloutOptions
+from nemo_rl.interfaces import EnginePart
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, Prompt, SamplingParams
+from nemo_rl.weight_manifests import Weights
 from tests.fakes.encoder import END, FakeEncoder
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration

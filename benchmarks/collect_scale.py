@@ -24,9 +24,9 @@ from nemo_rl.collect.shards import KeySpace, Task, write_tasks
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.config.data import DatasetConfig, InputDataConfig
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.datasets import load_input
+from nemo_rl.data.prompt_sets import load_input
 from nemo_rl.environments.boundary import CheckedEnvironment
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutLimits
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutLimits
 from nemo_rl.quickstart.models import make_tokenizer
 from nemo_rl.types import Completion, EnvStep, GenerationRequest, Message, SamplingParams
 

@@ -24,7 +24,7 @@ from nemo_rl.collect.profile import profile
 from nemo_rl.collect.profile_report import write_profile
 from nemo_rl.collect.shards import Chunk, KeySpace, RolloutKey, Task, write_tasks
 from nemo_rl.collect.store import RolloutStore
-from nemo_rl.experience.records import rollout_row
+from nemo_rl.experience.rollout_rows import rollout_row
 from nemo_rl.types import Failure, FailureClass, Message, Prompt, StopReason, TokenizedMessage, Trajectory
 
 MIB = 1 << 20

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.policy import TokenizerConfig
-from nemo_rl.config.run import GatewayConfig
+from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.gateway.codec import Codec

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.interfaces import RequiredScores
+from nemo_rl.loss_types import RequiredScores
 from nemo_rl.policy.logprobs import CausalLogprobs
 
 VOCABULARY, LENGTH = 151_936, 1024

@@ -19,14 +19,16 @@ import aiohttp
 from aiohttp import web
 
 from nemo_rl.config.policy import TokenizerConfig
-from nemo_rl.config.run import GatewayConfig
+from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.experience.assembly import assemble_batch
-from nemo_rl.experience.nemo_gym_rollouts import GymRuntime, run_nemo_gym_rollouts
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutLimits, RolloutOptions
+from nemo_rl.experience.gym_runtime import GymRuntime
+from nemo_rl.experience.nemo_gym_rollouts import run_nemo_gym_rollouts
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutLimits, RolloutOptions
+from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager

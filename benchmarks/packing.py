@@ -23,18 +23,11 @@ import torch
 from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
+from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy.fsdp2.worker import FSDP2Trainer
 from nemo_rl.policy.logprobs import CausalLogprobs
-from nemo_rl.policy.micro_batches import (
-    ALGORITHMS,
-    MicroBatching,
-    PackedTokens,
-    PaddedTokens,
-    SampleCount,
-    first_fit_decreasing,
-    pack_for_ranks,
-)
+from nemo_rl.policy.micro_batches import MicroBatching, PackedTokens, PaddedTokens, SampleCount
+from nemo_rl.policy.packing import ALGORITHMS, first_fit_decreasing, pack_for_ranks
 
 RECORDED = Path(__file__).parent / "rollout_lengths.json"
 FILL_BAR, SPEED_BAR = 0.97, 1.5

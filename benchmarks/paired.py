@@ -9,10 +9,10 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from nemo_rl.algorithms.run import TrainingRun
+from nemo_rl.algorithms.training_run import TrainingRun
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 
-RECIPE = Path(__file__).parents[1] / "nemo_rl" / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
 
 
 class Recorder:

@@ -187,8 +187,9 @@ def run_trl(work: Work, channel: Channel) -> None:
 async def run_own(work: Work, channel: Channel) -> None:
     from transformers import AutoModelForCausalLM
 
-    from nemo_rl.algorithms.loop import TrainingProgress, train_one_step
-    from nemo_rl.algorithms.run import CheckpointWriter, restore
+    from nemo_rl.algorithms.checkpoint_writer import CheckpointWriter, restore
+    from nemo_rl.algorithms.loop import make_observers, train_one_step
+    from nemo_rl.algorithms.training_progress import TrainingProgress
     from nemo_rl.config.loading import load_config
     from nemo_rl.launch.training import open_run
 
@@ -208,7 +209,7 @@ async def run_own(work: Work, channel: Channel) -> None:
                     channel.write(**held_out_accuracy(shadow, work["held_out"]))
                 else:
                     started = time.perf_counter()
-                    await train_one_step(run, training)
+                    await train_one_step(run, training, make_observers(run, training))
                     channel.write(seconds=time.perf_counter() - started, reward=training.metrics["reward"])
 
 

@@ -32,12 +32,13 @@ from step_overhead import untrained
 
 from nemo_rl.config.loading import load_config
 from nemo_rl.data.chat import flat_token_ids
-from nemo_rl.data.prompts import PromptLoader
+from nemo_rl.data.prompt_loader import PromptLoader
 from nemo_rl.distributed.machine import cache_directory
 from nemo_rl.errors import ConfigError
-from nemo_rl.generation.vllm.engine import environment
+from nemo_rl.generation.vllm.process_environment import environment
 from nemo_rl.launch.models import resolve_model
-from nemo_rl.launch.rollouts import load_inputs, load_prompts, make_sampling
+from nemo_rl.launch.resolved_run import resolve_run
+from nemo_rl.launch.sampling import make_sampling
 
 RUNNERS = Path(__file__).with_name("peer_runners.py")
 TRL = "1.16.0"
@@ -104,29 +105,28 @@ async def make_work(
     `own` overrides are those of this project's side alone.
     """
     config = load_config(RECIPE, [*COMMON, *overrides])
-    model_path = await resolve_model(config.policy.model_name)
-    inputs = load_inputs(config, model_path, load_prompts(config))
-    (eos,) = inputs.encoder.stop_token_ids
-    stops = make_sampling(config, inputs.encoder.stop_token_ids).stop_token_ids
+    run = await resolve_run(config)
+    (eos,) = run.policy.encoder.stop_token_ids
+    stops = make_sampling(config, run.policy.encoder.stop_token_ids).stop_token_ids
     if not set(stops) <= {eos, *(config.policy.generation.stop_token_ids or [])}:
         raise ConfigError("policy.generation.stop_token_ids", stops, "TRL ends a response at these and at its own")
     loader = PromptLoader(
-        inputs.train.prompts, shuffle=config.data.shuffle, seed=config.grpo.seed, max_epochs=config.grpo.max_num_epochs
+        run.train.prompts, shuffle=config.data.shuffle, seed=config.grpo.seed, max_epochs=config.grpo.max_num_epochs
     )
     drawn = [one.prompt for one in loader.take((num_steps + 1) * config.grpo.num_prompts_per_step)]
 
     def encode(prompt: Any) -> list[int]:
-        return list(flat_token_ids(inputs.encoder.encode_prompt(prompt.messages, prompt.tools)))
+        return list(flat_token_ids(run.policy.encoder.encode_prompt(prompt.messages, prompt.tools)))
 
     def answer(prompt: Any) -> list[int]:
         text = prompt.env_state["entry"]["answer"]
-        return [*inputs.tokenizer.encode(text, add_special_tokens=False), eos]
+        return [*run.policy.tokenizer.encode(text, add_special_tokens=False), eos]
 
-    (held_out,) = inputs.validation
+    (held_out,) = run.validation
     return {
         "recipe": str(RECIPE),
         "overrides": [*COMMON, *overrides, *own],
-        "model": model_path,
+        "model": run.policy.path,
         "trl": trl_arguments(config),
         "reward": reward,
         "num_steps": num_steps,

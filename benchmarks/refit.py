@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.types import GenerationRequest, SamplingParams
-from nemo_rl.weight_sync.refit import SharedMemory, TransportWeightSync
+from nemo_rl.weight_sync.refit import TransportWeightSync
+from nemo_rl.weight_sync.shared_memory import SharedMemory
 
 WARM_UP_ROUNDS, ROUNDS = 3, 12
 BAR = 10.0  # copies

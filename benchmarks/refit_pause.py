@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from vllm.sampling_params import RequestOutputKind
 
 from nemo_rl import interfaces
-from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig

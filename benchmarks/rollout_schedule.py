@@ -37,21 +37,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.prompts import PromptLoader
+from nemo_rl.config.shared_sections import RolloutConfig
+from nemo_rl.data.prompt_loader import PromptLoader
 from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.experience.async_source import AsyncSource
-from nemo_rl.experience.rollouts import (
-    RolloutDependencies,
-    RolloutJob,
-    RolloutLimits,
-    RolloutOptions,
-    run_async_multi_turn_rollout,
-    run_multi_turn_rollout_async_generation,
-)
-from nemo_rl.interfaces import EnginePart, Environment, Weights
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutLimits, RolloutOptions
+from nemo_rl.experience.rollouts import run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation
+from nemo_rl.experience.turns import RolloutJob
+from nemo_rl.interfaces import EnginePart, Environment
 from nemo_rl.launch.training import tuned_garbage_collection
 from nemo_rl.types import Completion, EnvStep, FailedRequest, GenerationRequest, Message, Prompt, SamplingParams
+from nemo_rl.weight_manifests import Weights
 from tests.fakes.encoder import END, FakeEncoder
 
 GENERATION_S, ENVIRONMENT_S, JUDGE_S = 0.15, 0.05, 0.05

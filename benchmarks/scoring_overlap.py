@@ -25,10 +25,10 @@ from rollout_schedule import (
 )
 
 from nemo_rl.config.environment import BatchingConfig
-from nemo_rl.environments.scorers.registry import BatchedScorer
+from nemo_rl.environments.scorers.checked_scorer import BatchedScorer
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
-from nemo_rl.interfaces import ScoreRequest
+from nemo_rl.types import ScoreRequest
 
 BATCH = 16
 

@@ -17,9 +17,9 @@ from typing import Any
 from paired import RECIPE
 
 from nemo_rl.config.loading import load_config
+from nemo_rl.experience.rollout_dispatch import make_rollout_jobs, run_rollouts
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.experience.scoring import Scoring
-from nemo_rl.experience.sources import make_rollout_jobs, run_rollouts
 from nemo_rl.launch.training import open_run
 
 WARM_UP_ROUNDS, ROUNDS = 1, 8

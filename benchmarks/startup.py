@@ -30,10 +30,10 @@ ONE_STEP = ("grpo.max_num_steps=1", "grpo.val_at_start=false", "grpo.val_at_end=
 DEADLINE_S = 1800.0
 # (phase, module that calls the function, its name there)
 PHASES = (
-    ("dataset", "nemo_rl.launch.rollouts", "load_prompts"),
-    ("model: found, or made at first use", "nemo_rl.launch.training", "resolve_model"),
-    ("tokenizer, encoding, probes", "nemo_rl.launch.rollouts", "load_inputs"),
-    ("environments, scorers, agents", "nemo_rl.launch.rollouts", "open_rollout_parts"),
+    ("dataset", "nemo_rl.launch.resolved_run", "load_prompts"),
+    ("model: found, or made at first use", "nemo_rl.launch.resolved_model", "resolve_model"),
+    ("tokenizer, chat template", "nemo_rl.launch.resolved_model", "load_tokenizer"),
+    ("environments, scorers, agents", "nemo_rl.launch.training", "open_rollout_parts"),
     ("policy: weights, optimizer", "nemo_rl.launch.workers", "LocalPolicy"),
     ("engine: imports, process, weights", "nemo_rl.launch.workers", "make_generation"),
     ("first refit and its verification", "nemo_rl.weight_sync.refit", "TransportWeightSync.publish"),
@@ -91,7 +91,7 @@ def run_once(overrides: list[str]) -> None:
     clock = Clock()
     clock.add("interpreter", clock.began, 0.0)
     start, cpu = time.time(), cpu_s()
-    from nemo_rl.launch.commands import GRPO_JOB
+    from nemo_rl.launch.recipe_commands import GRPO_JOB
     from nemo_rl.recipes import find_recipe
 
     config = GRPO_JOB.load(find_recipe("quickstart"), [*ONE_STEP, *overrides])

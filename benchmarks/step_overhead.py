@@ -25,8 +25,9 @@ from paired import RECIPE, Recorder, bare_engine
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from nemo_rl.algorithms.loop import TrainingProgress, train_one_step
-from nemo_rl.algorithms.run import CheckpointWriter, restore
+from nemo_rl.algorithms.checkpoint_writer import CheckpointWriter, restore
+from nemo_rl.algorithms.loop import make_observers, train_one_step
+from nemo_rl.algorithms.training_progress import TrainingProgress
 from nemo_rl.config.loading import load_config
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.launch.training import open_run
@@ -158,7 +159,7 @@ async def measure(work: Work, num_steps: int) -> Figures:
             for index in range(WARM_UP_STEPS + num_steps):
                 recorder.requests.clear()
                 started = time.perf_counter()
-                await train_one_step(run, training)
+                await train_one_step(run, training, make_observers(run, training))
                 step_s = time.perf_counter() - started
                 assert recorder.batch is not None
                 after_s = await bare_engine(run, recorder.requests, f"bare{index}-"), bare.step(recorder.batch)

@@ -90,7 +90,7 @@ def packed_work(model: Qwen2ForCausalLM, tokens: int, length: int) -> Work | Non
     """Lengths spread evenly up to `length`, in packs of as many tokens; None without this package."""
     try:
         from nemo_rl.policy.logprobs import CausalLogprobs
-        from nemo_rl.policy.micro_batches import pack_for_ranks
+        from nemo_rl.policy.packing import pack_for_ranks
     except ImportError:
         return None
     lengths, left = [], tokens

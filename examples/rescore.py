@@ -11,9 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from nemo_rl.commands import Command, ExitCode, run_command
+from nemo_rl.command_line import Command, ExitCode, run_command
 from nemo_rl.config.loading import load_config
-from nemo_rl.launch.collect import rescore_file
+from nemo_rl.launch.rescoring import rescore_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ uv run examples/run_dpo.py --dry-run                               resolve and v
 
 import sys
 
-from nemo_rl.commands import run_command
-from nemo_rl.launch.commands import DPO_JOB
+from nemo_rl.command_line import run_command
+from nemo_rl.launch.recipe_commands import DPO_JOB
 
 if __name__ == "__main__":
     sys.exit(run_command(DPO_JOB.command(__doc__ or "", "dpo")))

@@ -8,8 +8,8 @@ uv run examples/run_eval.py --dry-run                              resolve and v
 
 import sys
 
-from nemo_rl.commands import run_command
-from nemo_rl.launch.commands import EVAL_JOB
+from nemo_rl.command_line import run_command
+from nemo_rl.launch.recipe_commands import EVAL_JOB
 
 if __name__ == "__main__":
     sys.exit(run_command(EVAL_JOB.command(__doc__ or "", "eval")))

@@ -8,8 +8,8 @@ uv run examples/run_grpo.py --dry-run                              resolve and v
 
 import sys
 
-from nemo_rl.commands import run_command
-from nemo_rl.launch.commands import GRPO_JOB
+from nemo_rl.command_line import run_command
+from nemo_rl.launch.recipe_commands import GRPO_JOB
 
 if __name__ == "__main__":
     sys.exit(run_command(GRPO_JOB.command(__doc__ or "", "quickstart")))

@@ -7,8 +7,8 @@ uv run examples/run_rm.py --dry-run                                resolve and v
 
 import sys
 
-from nemo_rl.commands import run_command
-from nemo_rl.launch.commands import REWARD_MODEL_JOB
+from nemo_rl.command_line import run_command
+from nemo_rl.launch.recipe_commands import REWARD_MODEL_JOB
 
 if __name__ == "__main__":
     sys.exit(run_command(REWARD_MODEL_JOB.command(__doc__ or "", "rm_quickstart")))

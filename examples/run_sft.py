@@ -7,8 +7,8 @@ uv run examples/run_sft.py --dry-run                               resolve and v
 
 import sys
 
-from nemo_rl.commands import run_command
-from nemo_rl.launch.commands import SFT_JOB
+from nemo_rl.command_line import run_command
+from nemo_rl.launch.recipe_commands import SFT_JOB
 
 if __name__ == "__main__":
     sys.exit(run_command(SFT_JOB.command(__doc__ or "", "sft_quickstart")))

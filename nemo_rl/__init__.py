@@ -1,14 +1,18 @@
 """Reinforcement learning and on-policy distillation for language models."""
 
-import os
-import sys
+import importlib
+from typing import Any
 
-from nemo_rl.nemo_rl_names import ReplacedModules
+__version__ = "0.1.0"
+API = ("EvaluationResult", "Trainer", "TrainingResult", "evaluate", "load_config", "train")  # their types: __init__.pyi
 
-# Under `uv run` Ray would build the environment again for every worker; workers share this one.
-# It must be set before anything imports Ray.
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
-# Asked last, so for modules that do not exist: those of NeMo-RL are refused with what replaces them.
-if not any(isinstance(finder, ReplacedModules) for finder in sys.meta_path):
-    sys.meta_path.append(ReplacedModules())
+def __getattr__(name: str) -> Any:
+    """Import the Python interface on first use: `import nemo_rl` alone loads nothing."""
+    if name not in API:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    return getattr(importlib.import_module("nemo_rl.api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted((*globals(), *API))

@@ -13,7 +13,7 @@ SAMPLE_MASK = "sample_mask"  # [B] float32; 0: no gradient from this sample (ove
 TRAJECTORY_ID = "trajectory_id"  # [B] int64; 0..N-1 in the order of the batch; samples of one trajectory share it
 GROUP_ID = "group_id"  # [B] int64; rollouts that are compared with each other
 TRAJECTORY_TOKENS = "trajectory_tokens"  # [B] float32; sum of token_mask over all samples of the trajectory
-REWARD = "reward"  # [B] float32; of the trajectory, or of the chain where it has its own, after scaling and shaping
+REWARD = "reward"  # [B] float32; of the trajectory, or of the chain if it has its own, after scaling and shaping
 REWARD_COMPONENTS = "reward_components"  # nested: reward name -> [B] float32, before scaling and shaping
 TRUNCATED = "truncated"  # [B] bool; the rollout was cut
 
@@ -27,7 +27,7 @@ ADVANTAGES = "advantages"  # [B, T] float32
 RECORDED = "recorded"  # [B] int64; number among the rows whose log-probs a training step keeps; below 0: not kept
 
 TEACHER_LOGPROBS = "teacher_logprobs"  # [B, T] float32; of the tokens themselves
-TEACHER_TOPK_IDS = "teacher_topk_ids"  # [B, T, K] int64; below 0: none
+TEACHER_TOPK_IDS = "teacher_topk_ids"  # [B, T, K] int64; negative ids are padding
 TEACHER_TOPK_LOGPROBS = "teacher_topk_logprobs"  # [B, T, K] float32; of the whole vocabulary's log_softmax
-TEACHER_UNMATCHED = "teacher_unmatched"  # [B, T, K] float32; probabilities of those the student lacks, largest first
+TEACHER_UNMATCHED = "teacher_unmatched"  # [B, T, K] float32; teacher-only tokens' probabilities, descending
 SPAN_LENGTHS = "span_lengths"  # [B, T] int64; tokens of the span that is compared as a whole from here on, else 0

@@ -6,7 +6,7 @@ killed at any point leaves the old or the new one. An existing `step_N` is `old_
     manifest.json        size and SHA-256 of every other file; written last
     training_info.json   TrainingInfo
     config.yaml          the run's resolved configuration
-    policy/              weights/, tokenizer/, optimizer/: what `Policy.save` writes
+    policy/              weights/, tokenizer/, optimizer/: written by `Policy.save`
     train_dataloader.pt  the source's state
     replay_buffer.pt     of an asynchronous run: complete groups, and prompts whose rollouts were running
     rng_state.pt         the driver's random states
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_rl.config.run import CheckpointingConfig
+from nemo_rl.config.shared_sections import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ RNG_FILE = "rng_state.pt"
 
 HASH_THREADS = 4
 HASH_CHUNK_BYTES = 1 << 20
-MAX_JSON_BYTES = 16 << 20  # of the two JSON files
+MAX_JSON_BYTES = 16 << 20  # format version of the two JSON files
 
 _DIRECTORY = re.compile(r"(tmp_|old_|)step_(\d+)")
 
@@ -58,7 +58,7 @@ class TrainingInfo:
     step: int  # optimizer batches done
     consumed_prompts: int
     epoch: int
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of this step: "train:reward", "val:accuracy"
+    metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of this step: "train:reward", "val:accuracy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,9 @@ class CheckpointStore:
         return max(self.checkpoints(), key=lambda c: c.step, default=None)
 
     def resume_point(self) -> Checkpoint | None:
-        """Return the newest checkpoint whose files are all as they were written; None where nothing was saved.
+        """Return the newest checkpoint whose files are all as they were written; None if nothing was saved.
 
-        A damaged one is logged by the name of its file, and the one before is taken. Raises CheckpointError where all
+        A damaged one is logged by the name of its file, and the one before is taken. Raises CheckpointError if all
         are damaged: the run would silently start afresh.
         """
         if not self.directory.is_dir():
@@ -185,10 +185,12 @@ class CheckpointStore:
                     aside = self.directory / f"damaged_step_{step}"
                     shutil.rmtree(aside, ignore_errors=True)
                     os.rename(path, aside)
-                    logger.error("%s is kept as %s; training continues from step %d", path, aside.name, resumed.step)
+                    logger.error(
+                        "moved damaged checkpoint %s to %s; resuming from step %d", path, aside.name, resumed.step
+                    )
 
     def discard(self, step: int) -> int:
-        """Remove what was written of the checkpoint of `step`; return how many bytes that were."""
+        """Remove the unfinished checkpoint of `step`; return its size in bytes."""
         path = self.directory / f"tmp_step_{step}"
         num_bytes = sum(file.stat().st_size for file in _files(path).values())
         shutil.rmtree(path, ignore_errors=True)
@@ -231,16 +233,13 @@ class CheckpointStore:
                 shutil.rmtree(trash_path)
 
     def _check_metric(self, checkpoints: list[Checkpoint], committed: TrainingInfo) -> None:
-        """Raise ConfigError for a metric that no checkpoint has, once the committed one has others of its split.
-
-        A validation whose rollouts all failed has no metric but `num_failed`.
-        """
+        """Raise ConfigError for a metric that no checkpoint has, once the committed one has others of its split."""
         name = self._config.metric_name
         if name is None or any(name in c.info.metrics for c in checkpoints):
             return
         split = name.split(":")[0] + ":"
         known = [metric for metric in committed.metrics if metric.startswith(split)]
-        if known and known != ["val:num_failed"]:
+        if known:
             raise ConfigError("checkpointing.metric_name", name, f"unknown metric; known: {', '.join(sorted(known))}")
         logger.warning("%s was not measured at step %d: its checkpoint ranks last", name, committed.step)
 
@@ -314,7 +313,7 @@ class SaveDeadline:
         self._clock = clock
         self._last = clock()
         self._deadline = self._last + must_save_by_s
-        self._longest_s = 0.0  # of a step, including everything between two calls
+        self._longest_s = 0.0  # seconds of a step, including everything between two calls
         self._calls = 0
         self.has_fired = False
 
@@ -349,13 +348,13 @@ def save_state(path: Path, state: Mapping[str, Any]) -> None:
     with _raise_checkpoint_error(f"{path} cannot be written"):
         try:
             torch.save(dict(state), path)
-        except RuntimeError as error:  # torch's own writer, where the disk is full
+        except RuntimeError as error:  # torch's own writer, if the disk is full
             raise CheckpointError(f"{path} cannot be written: {error}") from error
     load_state(path)
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Read what `save_state` wrote. Nothing in the file is executed."""
+    """Read a file of `save_state` without executing anything in it."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types here: pickle's, zip's, its own
@@ -369,13 +368,13 @@ def save_rng_state(path: Path) -> None:
         "python": random.getstate(),
         "numpy": {**numpy_state, "state": {k: _to_builtin(v) for k, v in numpy_state["state"].items()}},
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
     save_state(path, state)
 
 
 def restore_rng_state(path: Path) -> None:
-    """Restore what `save_rng_state` wrote; states of devices that this machine lacks are ignored."""
+    """Restore the states of `save_rng_state`; those of devices that this machine lacks are ignored."""
     state = load_state(path)
     numpy_state = state["numpy"]
     key = np.asarray(numpy_state["state"]["key"], dtype=np.uint32)
@@ -426,7 +425,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _parse_info(path: Path, content: dict[str, Any]) -> TrainingInfo:
-    """Return the training info of the checkpoint in `path`; raises CheckpointError where a value cannot be right."""
+    """Return the training info of the checkpoint in `path`; raises CheckpointError for an invalid value."""
     match = _DIRECTORY.fullmatch(path.name)
     for name in ("step", "consumed_prompts", "epoch"):
         value = content.get(name)

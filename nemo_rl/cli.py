@@ -1,21 +1,31 @@
-"""`nemo-rl VERB`: a table of the verbs, and the entry point that loads the command of one and runs it."""
+"""`nemo-rl VERB`: the table of verbs, and the entry point that imports the command of one and runs it."""
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_rl.commands import Command, ExitCode, run_command
+import nemo_rl
+from nemo_rl.command_line import Command, ExitCode, run_command
 from nemo_rl.errors import suggest_name
+
+RECIPES = "nemo_rl.launch.recipe_commands"
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A `Command` in a module that is imported only when the command is given."""
+    """A `Command` in a module that is imported only if the command is given."""
 
     module: str
     attribute: str
     summary: str
+
+    @property
+    def missing_package(self) -> str | None:
+        """Return the package of the command if this installation lacks it: viewer, jobs and doctor may be deleted."""
+        package = self.module.rpartition(".")[0]
+        return package if importlib.util.find_spec(package) is None else None
 
     def load(self) -> Command:
         """Import the command."""
@@ -25,26 +35,26 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
-    "grpo": Verb("nemo_rl.launch.commands", "GRPO", "train a model with GRPO or a relative of it"),
-    "distill": Verb("nemo_rl.launch.commands", "DISTILL", "distil a teacher into a model, on the model's own samples"),
-    "sft": Verb("nemo_rl.launch.commands", "SFT", "train a model on conversations"),
-    "dpo": Verb("nemo_rl.launch.commands", "DPO", "train a model on preferences, without a reward model"),
-    "rm": Verb("nemo_rl.launch.commands", "RM", "train a reward model on preferences"),
-    "eval": Verb("nemo_rl.launch.commands", "EVAL", "pass@k of a model, optionally compared with another"),
-    "collect": Verb("nemo_rl.launch.commands", "COLLECT", "collect rollouts of a model over datasets"),
-    "view": Verb("nemo_rl.viewer.commands", "VIEW", "look at runs and collections in the browser"),
-    "compare": Verb("nemo_rl.viewer.commands", "COMPARE", "compare runs or collections with the first of them"),
-    "check": Verb("nemo_rl.viewer.commands", "CHECK", "look for what is wrong with a run; recompute a step"),
-    "merge": Verb("nemo_rl.collect.commands", "MERGE", "join the shards of a collection"),
-    "profile": Verb("nemo_rl.collect.commands", "PROFILE", "statistics of a collection, pass@k, a curriculum"),
-    "run": Verb("nemo_rl.jobs.supervisor", "RUN", "run a training command, restarted when it dies or hangs"),
-    "replicas": Verb("nemo_rl.launch.replicas", "REPLICAS", "engines of a run that trains: show, add, remove"),
+    "grpo": Verb(RECIPES, "GRPO", "train a model with GRPO or one of its variants"),
+    "distill": Verb(RECIPES, "DISTILL", "distil a teacher into a model, on the model's own samples"),
+    "sft": Verb(RECIPES, "SFT", "train a model on conversations"),
+    "dpo": Verb(RECIPES, "DPO", "train a model on preferences, without a reward model"),
+    "rm": Verb(RECIPES, "RM", "train a reward model on preferences"),
+    "eval": Verb(RECIPES, "EVAL", "pass@k of a model, optionally compared with another"),
+    "collect": Verb(RECIPES, "COLLECT", "collect rollouts of a model over datasets"),
+    "view": Verb("nemo_rl.viewer.view_command", "VIEW", "show runs and collections in the browser"),
+    "compare": Verb("nemo_rl.viewer.compare_command", "COMPARE", "compare runs or collections with the first of them"),
+    "check": Verb("nemo_rl.viewer.check_command", "CHECK", "find problems of a run; recompute a step"),
+    "merge": Verb("nemo_rl.collect.merge_command", "MERGE", "merge the shards of a collection"),
+    "profile": Verb("nemo_rl.collect.profile_command", "PROFILE", "statistics of a collection, pass@k, a curriculum"),
+    "run": Verb("nemo_rl.jobs.supervisor", "RUN", "run a training command; restart it when it dies or hangs"),
+    "replicas": Verb("nemo_rl.launch.replicas", "REPLICAS", "list, add or remove engine replicas of a running job"),
     "submit": Verb("nemo_rl.jobs.submission", "SUBMIT", "run a collection or a training command as Slurm jobs"),
-    "init": Verb("nemo_rl.launch.project", "INIT", "write a project of your own that trains as it is"),
-    "doctor": Verb("nemo_rl.doctor.diagnosis", "DOCTOR", "faults of this machine and of a recipe, with their cures"),
-    "config": Verb("nemo_rl.config.commands", "CONFIG", "recipes by name, every key explained, NeMo-RL's translated"),
+    "init": Verb("nemo_rl.launch.project", "INIT", "write a new project that trains without changes"),
+    "doctor": Verb("nemo_rl.doctor.diagnosis", "DOCTOR", "check this machine and a recipe; suggest fixes"),
+    "config": Verb("nemo_rl.config.config_command", "CONFIG", "recipes by name, keys explained, NeMo-RL's translated"),
     "constraints": Verb("nemo_rl.launch.project", "CONSTRAINTS", "the tested versions, for pip and uv"),
-    "route": Verb("nemo_rl.jobs.router", "ROUTE", "one address for several OpenAI-compatible servers"),
+    "route": Verb("nemo_rl.jobs.server_router", "ROUTE", "one address for several OpenAI-compatible servers"),
 }
 
 
@@ -59,8 +69,14 @@ def run(arguments: Sequence[str]) -> ExitCode:
         sys.stdout.write(format_usage())
         return ExitCode.DONE if arguments else ExitCode.BAD_INPUT
     name, *rest = arguments
+    if name == "--version":
+        sys.stdout.write(f"nemo-rl {nemo_rl.__version__}\n")
+        return ExitCode.DONE
     if name not in VERBS:
         sys.stderr.write(f"no such command: {name!r}{suggest_name(name, VERBS)}\n{format_usage()}")
+        return ExitCode.BAD_INPUT
+    if package := VERBS[name].missing_package:
+        sys.stderr.write(f"nemo-rl {name}: this installation lacks the package {package}\n")
         return ExitCode.BAD_INPUT
     return run_command(VERBS[name].load(), rest)
 

@@ -2,12 +2,13 @@
 
 NemoRLError
 ├── ConfigError         a key of the configuration: raised before a model loads; CombinedConfigError: several
-├── DataError           a dataset's file, row or template
+├── DataError           a dataset's file, row or template; UnusableRowError: one row of it
 ├── GenerationError     the engine did not answer a request (infra: retried)
 ├── EnvironmentContractError    an environment broke its contract or raised; UserExitError: it tried to end the run
 ├── PolicyError         the training backend
 ├── WeightSyncError     the engine does not hold the policy's weights
 ├── CheckpointError     a checkpoint that cannot be written or read
+├── RecordError         metrics or rollouts that could not be written to the run directory
 ├── RolloutError        too many failed rollouts, or none that ever ends
 ├── JobError            a job that Slurm did not take
 └── WorkerError         a process of ours failed; WorkerDied: it is gone; WorkerTimeout: it did not answer in time
@@ -16,10 +17,12 @@ What happens to one rollout is no exception: it is a `types.Failure` on its traj
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 
 MAX_LOGGED_CHARACTERS = 300
-MAX_SHOWN_CHARACTERS = 120  # of a value of the configuration that is no text
+MIN_CONCEALED_CHARACTERS = 8  # of a value from the environment that is replaced inside of other text
+MAX_SHOWN_CHARACTERS = 120  # characters shown of a configuration value that is no text
 CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
     0x2028: "\\u2028",
     0x2029: "\\u2029",
@@ -28,7 +31,10 @@ CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0
 
 
 class NemoRLError(Exception):
-    """Base of all errors raised on purpose; its text is meant for the user."""
+    """Base of all errors raised on purpose; its text is meant for the user, and shows no value of `conceal_value`."""
+
+    def __str__(self) -> str:
+        return conceal(super().__str__())
 
 
 class ConfigError(NemoRLError):
@@ -71,6 +77,31 @@ def describe_error(error: BaseException) -> str:
     return escape(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
 
 
+_interpolations: dict[str, str] = {}  # by the value from the environment
+
+
+def conceal_value(value: str, interpolation: str) -> None:
+    """Show `interpolation` in place of a value from the environment, in errors and log lines of this process."""
+    if value:
+        _interpolations[value] = _interpolations[repr(value)[1:-1]] = interpolation  # also as other texts quote it
+
+
+def interpolation_of(value: object) -> str | None:
+    """Return the interpolation that stands for a value from the environment; None for any other value."""
+    return _interpolations.get(value) if isinstance(value, str) else None
+
+
+def conceal(text: str) -> str:
+    """Return text with interpolations in place of values from the environment.
+
+    Values shorter than MIN_CONCEALED_CHARACTERS would spoil other words, and those that are paths here are no secrets.
+    """
+    for value, interpolation in sorted(_interpolations.items(), key=lambda item: -len(item[0])):
+        if len(value) >= MIN_CONCEALED_CHARACTERS and value in text and not os.path.exists(value):
+            text = text.replace(value, interpolation)
+    return text
+
+
 def escape(text: str, limit: int = MAX_LOGGED_CHARACTERS) -> str:
     """Return a client's text for a log or a terminal: control characters as escapes, at most `limit` characters.
 
@@ -80,10 +111,15 @@ def escape(text: str, limit: int = MAX_LOGGED_CHARACTERS) -> str:
     return cut.translate(CONTROL_CHARACTERS)
 
 
+def flatten_config_errors(errors: Iterable[ConfigError]) -> Iterator[ConfigError]:
+    """Yield the errors, those of a combined one each."""
+    for error in errors:
+        yield from error.errors if isinstance(error, CombinedConfigError) else (error,)
+
+
 def raise_config_errors(errors: Iterable[ConfigError]) -> None:
-    """Raise the problems of a configuration as one error, each once; do nothing where there are none."""
-    flat = [one for error in errors for one in (error.errors if isinstance(error, CombinedConfigError) else (error,))]
-    unique = list({str(error): error for error in flat}.values())
+    """Raise the problems of a configuration as one error, each once; do nothing if there are none."""
+    unique = list({str(error): error for error in flatten_config_errors(errors)}.values())
     if unique:
         raise unique[0] if len(unique) == 1 else CombinedConfigError(unique)
 
@@ -97,7 +133,8 @@ def _format_group(errors: Sequence[ConfigError]) -> str:
 
 def _show(value: object) -> str:
     """Return a value as an error shows it: both ends of a long one, since a path's last parts tell the most."""
-    text, limit = repr(value), MAX_LOGGED_CHARACTERS if isinstance(value, str) else MAX_SHOWN_CHARACTERS
+    text = conceal(repr(interpolation_of(value) or value))
+    limit = MAX_LOGGED_CHARACTERS if isinstance(value, str) else MAX_SHOWN_CHARACTERS
     if len(text) <= limit + 2:  # quotes
         return text
     half = limit // 2
@@ -105,7 +142,11 @@ def _show(value: object) -> str:
 
 
 class DataError(NemoRLError):
-    """A dataset, row or chat template that cannot be used; the text names file:line where there is one."""
+    """A dataset, row or chat template that cannot be used; the text names file:line if there is one."""
+
+
+class UnusableRowError(DataError):
+    """One row of a dataset that cannot be read; the others may be usable."""
 
 
 class GenerationError(NemoRLError):
@@ -132,6 +173,10 @@ class CheckpointError(NemoRLError):
     """A checkpoint that cannot be written or read."""
 
 
+class RecordError(NemoRLError):
+    """Metrics or rollouts of a run that could not be written to its directory; its checkpoints are unaffected."""
+
+
 class RolloutError(NemoRLError):
     """Rollouts cannot continue: too many failed, or nothing has progressed before the deadline."""
 
@@ -150,6 +195,11 @@ class WorkerTimeout(WorkerError):
 
 class WorkerDied(WorkerError):
     """The process itself is gone; what it was asked will never be answered."""
+
+    def __init__(self, text: str, *, exit_status: int | None = None) -> None:
+        """`exit_status`: that of the process, negative for the signal that ended it; None: unknown."""
+        super().__init__(text)
+        self.exit_status = exit_status
 
 
 def suggest_name(key: str, known: Iterable[str], value: object = None) -> str:

@@ -1,6 +1,7 @@
 """The table of all metric names: for W&B, TensorBoard, metrics.jsonl and `checkpointing.metric_name`.
 
-docs/metrics.md is `render_metrics_page()`. A part in angle brackets stands for one word: an environment, a dataset.
+`scripts/reference` writes docs/metrics.md from it. A part in angle brackets stands for one word, e.g. an
+environment.
 """
 
 import re
@@ -10,7 +11,9 @@ from typing import Literal
 
 TOKENS = "mean over the trained tokens"
 ROLLOUT_ALGORITHMS = frozenset({"grpo", "distillation"})  # algorithms by the key of their section
-CHECKPOINT_ONLY_METRICS = frozenset({"train_flops"})  # of one step; logged as a rate, performance/train_flops
+# failed rollouts would make a checkpoint look better, or no worse
+NEVER_RANKING = frozenset({"accuracy_without_failed", "greedy_num_failed"})
+CHECKPOINT_ONLY_METRICS = frozenset({"train_flops"})  # counts of one step; logged as a rate, performance/train_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +21,8 @@ class MetricGroup:
     """Metrics that are documented together."""
 
     title: str
-    algorithms: frozenset[str]  # in whose runs these metrics may rank checkpoints
-    meanings: Mapping[str, str]  # by full name
+    algorithms: frozenset[str]  # algorithms in whose runs these metrics may rank checkpoints
+    meanings: Mapping[str, str]  # keys: full names
 
 
 OPTIMIZATION = MetricGroup(
@@ -34,16 +37,17 @@ OPTIMIZATION = MetricGroup(
         "train/total_num_tokens": "tokens of the batch, including prompts, excluding padding",
         "train/num_optimizer_steps": "optimizer steps taken on the batch",
         "train/num_skipped_steps": "optimizer steps that left the weights as they were",
-        "train/skipped_steps/<cause>": "those by cause: no_valid_tokens, nonfinite_loss, nonfinite_gradient",
+        "train/skipped_steps/<cause>": "skipped steps by cause: no_valid_tokens, nonfinite_loss, nonfinite_gradient",
     },
 )
 SAMPLES = MetricGroup(
     "Samples and accuracy",
     ROLLOUT_ALGORITHMS | {"dpo", "rm"},
     {
-        "train/num_valid_samples": "samples of the batch whose weight is not 0; of run_dpo.py and run_rm.py, pairs",
-        "validation/accuracy": "mean reward at the validation temperature; with several datasets the mean over them; "
-        "of run_dpo.py and run_rm.py, the share of the pairs whose chosen answer has the higher reward",
+        "train/num_valid_samples": "samples of the batch with a weight above 0; pairs in run_dpo.py and run_rm.py",
+        "validation/accuracy": "mean reward at the validation temperature over all rollouts; a failed one counts as "
+        "wrong, with the lowest reward of the others, at most 0. With several datasets the mean over them; in "
+        "run_dpo.py and run_rm.py, the share of pairs whose chosen answer has the higher reward",
     },
 )
 REWARDS = MetricGroup(
@@ -56,16 +60,28 @@ REWARDS = MetricGroup(
         "train/reward/<name>": "mean of one named reward, if there are several",
         "train/reward_penalties/<penalty>": "rollouts that lose their reward to one of `reward_penalties`",
         "train/mean_prompt_length": "mean tokens of a prompt",
+        "train/overlong_prompts": "prompts above `data.max_input_seq_length` drawn since the last step, masked or "
+        "dropped (`data.overlong`)",
+        "train/held_out_prompts": "prompts drawn and dropped because they occur in a validation dataset, of datasets "
+        "whose rows stay in their files",
+        "train/unusable_prompts": "prompts drawn and dropped because their row cannot be read, or the template refuses "
+        "them; the log names each",
+        "data/validation/<dataset>/num_overlong": "measured prompts above `data.max_input_seq_length`, logged once if "
+        "there are any",
         "train/avg_trajectory_age": "mean age of a rollout: steps from the weights that sampled it to those it trains",
         "train/max_trajectory_age": "highest age of a rollout",
-        "train/failures/<class>": "failed rollouts by class: infra, environment, agent, reward, cancelled",
+        "train/failures/<class>": "failed rollouts by class: infra, environment, agent, reward, cancelled, truncated",
+        "train/response_faults/<fault>": "share of the rollouts whose response did this to its verifier or tool, e.g. "
+        "verifier_timeout, or ran into a limit before any reward (truncated_before_reward); the reward counts, and a "
+        "fault that does not occur has no metric",
         "train/env/<environment>/reward_mean": "mean reward of the rollouts of one environment, or agent of NeMo Gym",
-        "train/env/<environment>/turns": "mean turns of its rollouts that did not fail",
-        "train/env/<environment>/tokens": "mean sampled tokens of its rollouts that did not fail",
-        "train/env/<environment>/truncation_rate": "share of all its rollouts that were cut by a token limit",
-        "train/env/<environment>/num_failed": "its failed rollouts",
+        "train/env/<environment>/turns": "mean turns of the rollouts that did not fail",
+        "train/env/<environment>/tokens": "mean sampled tokens of the rollouts that did not fail",
+        "train/env/<environment>/truncation_rate": "share of the rollouts that were cut by a token limit",
+        "train/env/<environment>/num_failed": "failed rollouts of that environment",
         "train/env/<environment>/<metric>": "with several environments: the rollout metrics of each",
         "train/env/<environment>/failures/<class>": "with several environments: the failures of each",
+        "train/env/<environment>/response_faults/<fault>": "with several environments: the response faults of each",
         "train/env/<environment>/reward/<name>": "with several environments: the named rewards of each",
     },
 )
@@ -77,17 +93,18 @@ POLICY_GRADIENT = MetricGroup(
         "train/advantages/max": "highest advantage of a trained token",
         "train/advantages/min": "lowest advantage of a trained token",
         "train/probs_ratio": f"{TOKENS} of exp(lp - lp_prev)",
-        "train/probs_ratio_min": "its lowest value",
-        "train/probs_ratio_max": "its highest value",
+        "train/probs_ratio_min": "lowest ratio of a token",
+        "train/probs_ratio_max": "highest ratio of a token",
         "train/probs_ratio_clamped": "the ratio after clipping",
-        "train/probs_ratio_clamped_min": "its lowest value",
-        "train/probs_ratio_clamped_max": "its highest value",
+        "train/probs_ratio_clamped_min": "lowest clipped ratio of a token",
+        "train/probs_ratio_clamped_max": "highest clipped ratio of a token",
         "train/kl_penalty": "KL divergence from the reference policy, before its coefficient",
         "train/approx_entropy": f"{TOKENS} of -exp(lp - lp_gen) lp",
+        "train/entropy": f"{TOKENS} of the distribution's entropy, if `loss_fn` reads it",
         "train/num_invalid_tool_calls": "replies whose advantage is `grpo.invalid_tool_call_advantage`",
         "train/num_malformed_thinking": "replies whose advantage is `grpo.malformed_thinking_advantage`",
         "train/oversampling/begun_groups": "groups begun for the step (`rollout.oversample` above 1)",
-        "train/oversampling/deferred_groups": "of these, whose prompts the next step begins with",
+        "train/oversampling/deferred_groups": "groups put off; the next step begins with their prompts",
         "train/oversampling/cancelled_groups": "deferred groups with rollouts that had not ended",
         "train/oversampling/discarded_rollouts": "ended rollouts of deferred groups",
         "train/dynamic_sampling_num_gen_batches": "batches generated to fill the step (dynamic sampling)",
@@ -107,10 +124,10 @@ ENGINE_MISMATCH = MetricGroup(
         "train/sampling_importance_ratio": f"{TOKENS} of exp(lp_prev - lp_gen), as it weights the loss",
         "train/is_oob_ratio": "share of the tokens or sequences whose importance weight was clamped or dropped",
         "train/max_seq_mult_prob_error": "highest mean of exp(abs(lp_prev - lp_gen)) of a sequence",
-        "train/mean_seq_mult_prob_error": "its mean over the sequences",
-        "train/max_seq_mult_prob_error_after_mask": "its highest value below `grpo.seq_logprob_error_threshold`",
+        "train/mean_seq_mult_prob_error": "mean of that value over the sequences",
+        "train/max_seq_mult_prob_error_after_mask": "highest value below `grpo.seq_logprob_error_threshold`",
         "train/num_masked_seqs_by_logprob_error": "sequences above that threshold, which get no gradient",
-        "train/masked_correct_pct": "share of those that had a positive reward",
+        "train/masked_correct_pct": "share of these sequences with a positive reward",
     },
 )
 DISTILLATION = MetricGroup(
@@ -174,11 +191,15 @@ VALIDATION = MetricGroup(
     "Validation",
     ROLLOUT_ALGORITHMS,
     {
-        "validation/greedy_accuracy": "mean reward at temperature 0 (`grpo.val_greedy`)",
-        "validation/avg_length": "mean sampled tokens of a rollout",
-        "validation/pass_<k>": "pass@k of the k generations of a prompt",
-        "validation/num_failed": "failed rollouts, which are excluded from the means",
-        "validation/<dataset>/<metric>": "each of these for one of several validation datasets",
+        "validation/accuracy_without_failed": "`accuracy` over the rollouts that did not fail, if any failed",
+        "validation/greedy_accuracy": "mean reward at temperature 0 (`grpo.val_greedy`), failed ones counted as wrong",
+        "validation/greedy_num_failed": "failed rollouts of that pass, if any",
+        "validation/avg_length": "mean sampled tokens of a rollout that did not fail",
+        "validation/pass_<k>": "pass@k of the k generations of a prompt, failed ones counted as wrong",
+        "validation/num_failed": "failed rollouts",
+        "validation/response_faults/<fault>": "share of the rollouts with this response fault, as in training",
+        "validation/<dataset>/<metric>": "each of these metrics for one of several validation datasets",
+        "validation/<dataset>/response_faults/<fault>": "the response faults of one of several validation datasets",
     },
 )
 PREFERENCES = MetricGroup(
@@ -188,10 +209,10 @@ PREFERENCES = MetricGroup(
         "train/accuracy": "share of the step's pairs whose chosen answer has the higher reward; a tie counts as wrong",
         "train/rewards_chosen_mean": "mean reward of the chosen answers: DPO's sum of `lp - lp_reference` without "
         "`dpo.reference_policy_kl_penalty`, a reward model's score",
-        "train/rewards_rejected_mean": "that of the rejected answers",
-        "validation/rewards_chosen_mean": "the mean over these pairs",
-        "validation/rewards_rejected_mean": "the mean over these pairs",
-        "validation/num_valid_samples": "of run_rm.py: the pairs that were measured",
+        "train/rewards_rejected_mean": "mean reward of the rejected answers",
+        "validation/rewards_chosen_mean": "mean over the validation pairs",
+        "validation/rewards_rejected_mean": "mean over the validation pairs",
+        "validation/num_valid_samples": "validation pairs that were measured (run_rm.py)",
         "data/train/num_pairs": "training pairs of run_dpo.py, logged once",
     },
 )
@@ -199,10 +220,10 @@ DPO = MetricGroup(
     "Direct preference optimization (run_dpo.py)",
     frozenset({"dpo"}),
     {
-        "train/preference_loss": "mean of `-log sigmoid` of the scaled reward difference",
+        "train/preference_loss": "mean loss of the pairs (`dpo.loss_type`)",
         "train/sft_loss": "mean negative log-likelihood of the chosen answers, whatever its weight in the loss",
-        "validation/preference_loss": "the mean over the pairs of the validation set",
-        "validation/sft_loss": "the mean over these pairs",
+        "validation/preference_loss": "mean over the validation pairs",
+        "validation/sft_loss": "mean over the validation pairs",
     },
 )
 REWARD_MODELS = MetricGroup(
@@ -211,8 +232,8 @@ REWARD_MODELS = MetricGroup(
     {
         "train/pair_accuracy": "`train/accuracy` under its own name",
         "train/reward_margin": "mean score of the chosen answers minus that of the rejected ones",
-        "validation/pair_accuracy": "the share over all validation pairs",
-        "validation/reward_margin": "the margin over all validation pairs",
+        "validation/pair_accuracy": "share over all validation pairs",
+        "validation/reward_margin": "margin over all validation pairs",
     },
 )
 SUPERVISED = MetricGroup(
@@ -222,7 +243,7 @@ SUPERVISED = MetricGroup(
         "validation/loss": "mean loss of all trained tokens of the validation set; of preferences, of all pairs",
         "data/train/num_conversations": "training conversations, logged once",
         "data/train/num_overlong": "conversations, or pairs, with more tokens than `data.max_input_seq_length`",
-        "data/train/num_dropped": "those that were dropped because of their length",
+        "data/train/num_dropped": "those of them that were dropped, not masked or truncated (`data.overlong`)",
         "data/validation/<dataset>/<count>": "the same counts for each validation dataset",
     },
 )
@@ -242,6 +263,10 @@ SECONDS = MetricGroup(
         "timing/train/policy_training": "forward, backward and optimizer",
         "timing/train/weight_sync": "sending the new weights to the engine",
         "timing/train/checkpointing": "waiting for a checkpoint, in steps that begin or finish one",
+        "timing/moves/sleep": "the engine leaves the device that it shares with the policy; part of the phases above",
+        "timing/moves/wake": "the engine returns to it",
+        "timing/moves/offload": "the policy leaves it",
+        "timing/moves/onload": "the policy's return is begun; what it computes with first is awaited there",
         "timing/validation/total_validation_time": "a whole validation",
     },
 )
@@ -288,13 +313,6 @@ METRIC_GROUPS = (
     THROUGHPUT,
 )
 
-_PAGE_HEAD = """# Metrics
-
-W&B, TensorBoard and `metrics.jsonl` use the same names; the x axis is the training step. `lp` is a token's log-prob
-under the policy that is trained, `lp_prev` before the first optimizer step on the batch, `lp_gen` as the engine
-sampled it.
-"""
-
 
 def ranking_metrics(split: Literal["train", "val"], algorithm: str) -> frozenset[str]:
     """Return the names that `checkpointing.metric_name` may use after `train:` or `val:` for an algorithm.
@@ -306,17 +324,8 @@ def ranking_metrics(split: Literal["train", "val"], algorithm: str) -> frozenset
     prefix = "train/" if split == "train" else "validation/"
     names = (name for group in METRIC_GROUPS if algorithm in group.algorithms for name in group.meanings)
     plain = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
-    ranking = frozenset(name for name in plain if not set(name) & set("/<"))
+    ranking = frozenset(name for name in plain if not set(name) & set("/<")) - NEVER_RANKING
     return ranking | CHECKPOINT_ONLY_METRICS if split == "train" and algorithm in ROLLOUT_ALGORITHMS else ranking
-
-
-def render_metrics_page() -> str:
-    """Return the text of docs/metrics.md."""
-    parts = [_PAGE_HEAD]
-    for group in METRIC_GROUPS:
-        rows = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in group.meanings.items())
-        parts.append(f"## {group.title}\n\n| metric | meaning |\n|---|---|\n{rows}")
-    return "\n".join(parts)
 
 
 def find_undocumented(names: Iterable[str]) -> list[str]:

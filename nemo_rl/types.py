@@ -1,4 +1,4 @@
-"""The glossary: what flows through the program, from a prompt to a training batch.
+"""Data types of the program, from a prompt to a training batch.
 
 Everything here is a frozen dataclass and holds no tensor: token ids are `tuple[int, ...]`, log-probs
 `tuple[float, ...]`. Tensors begin in experience/assembly.py, which makes the `TrainingBatch`.
@@ -42,7 +42,7 @@ class ToolCall:
     arguments: str  # a JSON object, as the model wrote it
 
 
-ContentPart: TypeAlias = TextPart  # what a user or a tool may say; images will join it
+ContentPart: TypeAlias = TextPart  # content of a user or a tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Message:
 
     @property
     def thinking(self) -> str | None:
-        """Return the thinking; None where the message has none."""
+        """Return the thinking; None if the message has none."""
         texts = [part.text for part in self.parts if isinstance(part, ThinkingPart)]
         return "\n".join(texts) if texts else None
 
@@ -169,8 +169,8 @@ class TokenizedMessage:
 
     message: Message
     token_ids: tuple[int, ...]
-    generation_logprobs: tuple[float, ...] | None = None  # one a token, exactly when the policy sampled it
-    weight_spans: tuple[WeightSpan, ...] = ()  # of a completion that an update cut in parts, those parts; else empty
+    generation_logprobs: tuple[float, ...] | None = None  # one per token; None unless the policy sampled it
+    weight_spans: tuple[WeightSpan, ...] = ()  # parts of a completion that an update divided; else empty
 
     def __post_init__(self) -> None:
         logprobs = self.generation_logprobs
@@ -192,7 +192,7 @@ class Prompt:
     prompt_id: str  # unique in its dataset
     task_name: str  # the environment that scores it: a key of `env`
     messages: tuple[Message, ...]
-    env_state: Mapping[str, Any] = field(default_factory=dict)  # what the environment needs, e.g. the answer
+    env_state: Mapping[str, Any] = field(default_factory=dict)  # the environment's data, e.g. the answer
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI tool schemas that the chat template renders
     dataset: str = ""  # the dataset's name, for separate metrics
     agent_name: str = ""  # NeMo Gym: the agent that runs it; empty elsewhere
@@ -244,11 +244,11 @@ class Completion:
 
     request_id: str
     token_ids: tuple[int, ...]  # the stop token included
-    logprobs: tuple[float, ...]  # of the sampled tokens, after temperature, top-k and top-p
+    logprobs: tuple[float, ...]  # log-probs of the sampled tokens, after temperature, top-k and top-p
     finish_reason: Literal["stop", "length"]
     weight_versions: tuple[int, int] = (0, 0)  # oldest and newest weights that it was sampled under
-    weight_spans: tuple[WeightSpan, ...] = ()  # where these differ: adjacent, from 0 to the end, oldest first
-    text: str | None = None  # of a server that tells no tokens: then the ids are UNKNOWN_TOKEN, as many as it counts
+    weight_spans: tuple[WeightSpan, ...] = ()  # empty if both are equal; else adjacent, from 0 to the end, oldest first
+    text: str | None = None  # a server that returns no tokens: ids are UNKNOWN_TOKEN, as many as it counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +268,7 @@ class FailureClass(StrEnum):
     AGENT = "agent"
     REWARD = "reward"
     CANCELLED = "cancelled"
+    TRUNCATED = "truncated"  # cut off before any reward, and `env.<name>.truncated_reward` is null
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +278,14 @@ class Failure:
     failure_class: FailureClass
     cause: str  # one line: the type and text of the first error
     origin: str = field(default="", compare=False, repr=False)  # file:line that raised; empty without an exception
-    traceback: str = field(default="", compare=False, repr=False)  # of that exception
+    traceback: str = field(default="", compare=False, repr=False)  # traceback of that exception
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFault:
+    """A scorer's answer to a response that it cannot score, such as one that is too long: a wrong answer."""
+
+    name: str  # as in EnvStep.response_fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,11 +293,13 @@ class EnvStep:
     """An environment's answer to one turn."""
 
     observation: tuple[Message, ...] = ()  # appended to the conversation; empty: nothing
-    rewards: Mapping[str, float] = field(default_factory=dict)  # of this turn by name; they add up over turns
+    rewards: Mapping[str, float] = field(default_factory=dict)  # rewards of this turn by name; they add up over turns
     done: bool = True
     state: Mapping[str, Any] = field(default_factory=dict)  # handed back at the next turn
-    stop_strings: tuple[str, ...] | None = None  # for the next turn; None: those of the run's configuration
-    answer: str | None = None  # what was understood as the answer, for majority votes and tables
+    stop_strings: tuple[str, ...] | None = None  # stop strings of the next turn; None: the run's
+    answer: str | None = None  # the parsed answer, for majority votes and tables
+    # what the response did to its verifier or tool, e.g. "verifier_timeout"; the rewards stand and the rollout counts
+    response_fault: str | None = None
 
 
 class StopReason(StrEnum):
@@ -308,7 +318,7 @@ class Timings:
     generation_s: float = 0.0
     environment_s: float = 0.0
     total_s: float = 0.0
-    scoring_s: float = 0.0  # by reward models and judges, after the rollout; not in total_s
+    scoring_s: float = 0.0  # time of reward models and judges after the rollout; not in total_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +330,7 @@ class Trajectory:
     generation_index: int  # its place in the group
     message_log: MessageLog
     stop_reason: StopReason
-    rewards: Mapping[str, float] = field(default_factory=dict)  # by name; empty when failed
+    rewards: Mapping[str, float] = field(default_factory=dict)  # keys: reward names; empty if failed
     answer: str | None = None
     num_turns: int = 0
     weight_versions: tuple[int, int] = (0, 0)  # oldest and newest
@@ -329,6 +339,7 @@ class Trajectory:
     other_chains: tuple[MessageLog, ...] = ()  # an agent's further histories, each trained on as a sample of its own
     loss_weight: float = 1.0  # 0: in metrics and in the baseline, but without a gradient
     chain_rewards: tuple[Mapping[str, float], ...] = ()  # given to single chains, one entry each; empty: to none
+    response_faults: tuple[str, ...] = ()  # distinct response faults of its turns, in order of appearance
 
     def __post_init__(self) -> None:
         if (self.failure is not None) != (self.stop_reason is StopReason.FAILED):
@@ -344,7 +355,7 @@ class Trajectory:
         return sum(self.rewards.values())
 
     def rewards_of_chain(self, index: int) -> Mapping[str, float]:
-        """Return the rewards that a chain trains with: the rollout's, where its own do not replace them by name."""
+        """Return the rewards that a chain trains with: the rollout's, if its own do not replace them by name."""
         return {**self.rewards, **self.chain_rewards[index]} if self.chain_rewards else self.rewards
 
     @property
@@ -357,7 +368,7 @@ class Trajectory:
 
     @property
     def chains(self) -> tuple[MessageLog, ...]:
-        """Return all histories to train on; the message log alone where no agent rewrote it."""
+        """Return all histories to train on; the message log alone if no agent rewrote it."""
         return (self.message_log, *self.other_chains)
 
 
@@ -365,8 +376,11 @@ class Trajectory:
 class AgentResult:
     """The result of an agent's run; its tokens are the gateway's."""
 
-    rewards: Mapping[str, float] = field(default_factory=dict)  # by name; empty: posted to the gateway, or scored later
+    rewards: Mapping[str, float] = field(default_factory=dict)  # keys: names; empty if posted or scored later
     answer: str | None = None
+    response_fault: str | None = None  # as that of an EnvStep
+    # rewards by name for the histories through single calls, by completion id
+    call_rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,12 +398,28 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One flat token sequence to train on. A trajectory yields one, or several where its history was rewritten."""
+    """One flat token sequence to train on. A trajectory yields one, or several if its history was rewritten."""
 
     trajectory_id: int  # its trajectory's place in the batch
     group_id: int  # its group's place in the batch
     token_ids: tuple[int, ...]  # [T]
     token_mask: tuple[int, ...]  # [T]; 1 where the policy sampled the token
     generation_logprobs: tuple[float, ...]  # [T]; 0 where the mask is 0
-    reward: float  # of the trajectory, or of its chain where that has one of its own
+    reward: float  # the trajectory's, or its chain's if the chain has its own
     loss_weight: float = 1.0  # 0: in the baseline, but without a gradient (overlong filtering)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A rollout that has ended, as a scorer sees it."""
+
+    messages: tuple[Message, ...]  # role and content, the last response included
+    metadata: Mapping[str, Any]  # the prompt's env_state
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedGroups:
+    """The groups and metrics that a source hands to one training step."""
+
+    groups: tuple[TrajectoryGroup, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)

@@ -1,13 +1,13 @@
-"""The guard that all HTTP servers of ours share, on aiohttp: who may ask, deadlines of connections, and the listener.
+"""Access control, connection deadlines and the listener of all HTTP servers of this package, on aiohttp.
 
     guard = Guard(host, token=token, allowed_hosts=["proxy.example"])   # or make_token() where is_exposed(host)
     app = web.Application(middlewares=[guard.middleware])
     listening = await accept(runner.server, open_listener(host, port), max_connections=1024)
 
-A page in a browser on this machine reaches a server on localhost as well, and by DNS rebinding even under its own name
+A web page in a browser on this machine can reach a server on localhost too, with DNS rebinding even under its own name
 (https://en.wikipedia.org/wiki/DNS_rebinding). So the Host header must name this server, and an Origin header, which
-only browsers send, must be the server's own. Clients may hold a token instead of being on this machine: as a bearer
-token, or in a cookie that `?token=...` sets, for browsers.
+only browsers send, must be the server's own. Clients elsewhere need a token: as a bearer token, or for browsers in a
+cookie that `?token=...` sets.
 """
 
 import asyncio
@@ -20,19 +20,22 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from nemo_rl.errors import ConfigError, escape
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-BACKLOG = 1024  # connections that wait to be accepted
-HEADERS_TIMEOUT_S = 30.0  # from the first byte of a request, or of a connection, to the end of its headers
-IDLE_TIMEOUT_S = 120.0  # of a connection between two requests; clients keep theirs for seconds
+MAX_PORT = 65_535
+BACKLOG = 1024  # connections waiting to be accepted
+HEADERS_TIMEOUT_S = 30.0  # from the start of a connection or request to the end of the headers
+MALFORMED = (HttpProcessingError, web.RequestPayloadError, ConnectionError)  # what a client causes
+IDLE_TIMEOUT_S = 120.0  # between two requests of a connection; clients close theirs after seconds
 
 
 class Refused(Exception):
-    """A request that may not come in: its HTTP status, a code for programs and a text for people."""
+    """A refused request: its HTTP status, a code for programs and a message for people."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -41,7 +44,7 @@ class Refused(Exception):
 
 
 class Guard:
-    """Decides which requests a server answers: by their Host, their Origin and their token."""
+    """Decides which requests a server answers, by Host, Origin and token."""
 
     def __init__(
         self,
@@ -53,13 +56,15 @@ class Guard:
         cookie: str | None = None,
         loopback_only: bool = False,
         knows_key: Callable[[str], bool] | None = None,
+        key_headers: Iterable[str] = (),
+        key_parameters: Iterable[str] = (),
     ) -> None:
-        """`host` is the address that the server binds; `public_paths` need no token.
+        """Guard a server that binds `host`; `public_paths` need no token.
 
         A Host header may be an IP address, localhost, `host`, a name of this machine, or one of `allowed_hosts`; with
-        `loopback_only` a loopback address or localhost. `cookie` begins the name of the cookie in which a browser keeps
-        the token, and whose name ends with the port; None: only headers count. `knows_key` accepts other API keys than
-        the token.
+        `loopback_only` only a loopback address or localhost. `cookie`: prefix, before the port, of the name of the
+        cookie in which a browser keeps the token; None: no cookie. `knows_key` accepts API keys other than the token.
+        `key_headers` and `key_parameters` (of the query) may carry an API key, besides `Authorization: Bearer`.
         """
         names = (host, "localhost", socket.gethostname(), socket.gethostname().partition(".")[0], *allowed_hosts)
         self._names = frozenset(name.lower().rstrip(".") for name in names)
@@ -68,10 +73,12 @@ class Guard:
         self._cookie = cookie
         self._loopback_only = loopback_only
         self._knows_key = knows_key
+        self._key_headers = tuple(key_headers)
+        self._key_parameters = tuple(key_parameters)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a refused request with {"error": {"message", "code"}}; servers with another envelope call `check`."""
+        """Answer a refused request with {"error": {"message", "code"}}; servers with another envelope use `check`."""
         try:
             self.check(request)
         except Refused as error:
@@ -80,7 +87,7 @@ class Guard:
         return self.move_token_to_cookie(request) or await handler(request)
 
     def check(self, request: web.Request) -> None:
-        """Raise Refused for a request that may not come in; call it first, since it ends the wait for headers."""
+        """Raise Refused for a request that is not allowed; call it first, since it ends the wait for headers."""
         if isinstance(request.protocol, Connection):
             request.protocol.end_headers()
         host = request.headers.get("Host", "")
@@ -94,7 +101,7 @@ class Guard:
             raise Refused(401, "this server needs its token as the API key", code="invalid_api_key")
 
     def knows(self, host: str) -> bool:
-        """Return whether a Host header names this server: no IP address is a name that somebody else could rebind."""
+        """Return whether a Host header names this server; any IP address does, since only names can be rebound."""
         name, _ = _split_port(host)
         name = name.lower().rstrip(".")
         if self._loopback_only:
@@ -106,9 +113,9 @@ class Guard:
         return True
 
     def move_token_to_cookie(self, request: web.Request) -> web.Response | None:
-        """Return a redirect to the address without its token, which becomes a cookie; None for an address without one.
+        """Return a redirect that moves the token from the address to a cookie; None for an address without a token.
 
-        A link to a page then does not carry the token. Call it for requests that `check` has let in.
+        Links from the page then do not carry the token. Call it for requests that `check` has passed.
         """
         if self._cookie is None or self.token is None or "token" not in request.query:
             return None
@@ -118,33 +125,36 @@ class Guard:
         return response
 
     def _cookie_name(self, request: web.Request) -> str:
-        """Return a name of its own for each port: browsers send a cookie to all ports of a host."""
+        """Return the cookie's name, one per port: browsers send a cookie to all ports of a host."""
         return f"{self._cookie}-{_split_port(request.headers.get('Host', ''))[1] or 80}"
 
+    def api_keys(self, request: web.Request) -> list[str]:
+        """Return the API keys that a request may carry, some of them empty."""
+        keys = [request.headers.get("Authorization", "").removeprefix("Bearer ")]
+        keys += [request.headers.get(name, "") for name in self._key_headers]
+        return keys + [key for name in self._key_parameters for key in request.query.getall(name, [])]
+
     def _has_token(self, request: web.Request) -> bool:
-        given = api_keys(request)
+        given = self.api_keys(request)
         if self._knows_key is not None and any(map(self._knows_key, given)):
             return True
         if self._cookie:
             given += [request.cookies.get(self._cookie_name(request), ""), request.query.get("token", "")]
-        expected = (self.token or "").encode()
-        return any(hmac.compare_digest(one.encode("utf-8", "replace"), expected) for one in given)
+        return contains_key(given, self.token or "")
 
 
-def api_keys(request: web.Request) -> list[str]:
-    """Return the API keys of a request: a bearer token's, and those of Anthropic's and Google's clients."""
-    headers = request.headers
-    keys = [headers.get(name, "") for name in ("Authorization", "X-API-Key", "X-Goog-API-Key")]
-    return [keys[0].removeprefix("Bearer "), *keys[1:], *request.query.getall("key", [])]
+def contains_key(given: Iterable[str], expected: str) -> bool:
+    """Return whether one of the given API keys is the expected one; each comparison takes constant time."""
+    return any(hmac.compare_digest(one.encode("utf-8", "replace"), expected.encode()) for one in given)
 
 
 def make_token() -> str:
-    """Return a new token that cannot be guessed."""
+    """Return a random token."""
     return secrets.token_urlsafe(32)
 
 
 def is_exposed(host: str) -> bool:
-    """Return whether other machines reach a server that binds this address."""
+    """Return whether other machines can reach a server that binds this address."""
     try:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -152,26 +162,28 @@ def is_exposed(host: str) -> bool:
 
 
 async def read_body(request: web.Request, timeout_s: float) -> bytes:
-    """Return the body of a request; raises Refused where it is broken off or does not arrive in time."""
+    """Return the body of a request; raises Refused if it breaks off or does not arrive in time."""
     try:
         async with asyncio.timeout(timeout_s):
             return await request.read()
     except TimeoutError as error:
         raise Refused(408, "the body of the request did not arrive in time", code="slow_body") from error
     except web.RequestPayloadError as error:
-        raise Refused(400, "the body of the request is not what its headers say", code="broken_body") from error
+        raise Refused(400, "the body of the request does not match its headers", code="broken_body") from error
 
 
 def open_listener(host: str, port: int, *, key: str) -> socket.socket:
-    """Return a socket that listens at an address; port 0: a free one. `key` is the setting that errors name.
+    """Return a socket that listens at an address; port 0: any free port. `key` is the setting that errors name.
 
     Raises ConfigError for a host that does not resolve, and for an address that cannot be bound.
     """
+    if not 0 <= port <= MAX_PORT:  # the resolver would take its last 16 bits
+        raise ConfigError(key, f"{host}:{port}", f"{port} is no port; allowed: 0 to {MAX_PORT} (0: any free one)")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = found[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except (OSError, UnicodeError, OverflowError) as error:  # UnicodeError: no name at all
+    except (OSError, UnicodeError, OverflowError) as error:  # UnicodeError: not a valid hostname
         problem = "does not resolve" if isinstance(error, socket.gaierror | UnicodeError) else "cannot be bound"
         reason = getattr(error, "strerror", None) or error
         text = f"{problem}: {reason}; allowed: an address of this machine, such as 127.0.0.1, and a free port (0: any)"
@@ -185,10 +197,10 @@ async def accept(
     max_connections: int,
     headers_timeout_s: float = HEADERS_TIMEOUT_S,
 ) -> asyncio.Server:
-    """Serve connections to `listener`, and close those beyond `max_connections` at once, for clients to retry.
+    """Serve connections to `listener`, and close those beyond `max_connections` at once, so that clients retry.
 
-    Without the limit the process would run out of file descriptors, wherever it opens the next file. A connection whose
-    request has no end of headers in `headers_timeout_s` is closed too.
+    Without the limit the process could run out of file descriptors anywhere. A connection whose headers do not arrive
+    within `headers_timeout_s` is closed too.
     """
     loop = asyncio.get_running_loop()
 
@@ -202,15 +214,16 @@ async def accept(
 
 
 class Connection(web.RequestHandler):
-    """A client's connection, closed where the headers of a request do not arrive in time."""
+    """A client's connection, closed if the headers of a request do not arrive in time."""
 
-    __slots__ = ("_headers_timeout_s", "_timer", "_waits")
+    __slots__ = ("_headers_timeout_s", "_is_refused", "_timer", "_waits")
 
     def __init__(self, manager: web.Server, *, headers_timeout_s: float, **settings: Any) -> None:
         super().__init__(manager, **settings)
         self._headers_timeout_s = headers_timeout_s
         self._timer: asyncio.TimerHandle | None = None
-        self._waits = True  # for the first request, or for the next one
+        self._is_refused = False
+        self._waits = True  # headers of a request are outstanding
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -225,9 +238,35 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def end_headers(self) -> None:
-        """Stop the timer; it starts with the first byte that follows this request's answer."""
+        """Stop the timer; it starts again with the first byte after this request's response."""
         self._stop_timer()
         self._waits = False
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is no HTTP, or breaks off, with 400; anything else is a fault of ours."""
+        if not isinstance(exc, MALFORMED):
+            return super().handle_error(request, status, exc, message)
+        self.log_exception("", exc_info=exc)
+        response = web.Response(status=400, text=f"malformed request: {_reason(exc)}")
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Log one line for what is no HTTP, or breaks off, and a traceback for a fault of ours."""
+        if not isinstance(error := kw.get("exc_info"), MALFORMED):
+            super().log_exception(*args, **kw)
+            return
+        if self._is_refused:
+            return
+        self._is_refused = True  # the connection ends with this request, whose body may raise again
+        peer = self.transport.get_extra_info("peername") if self.transport is not None else None
+        logger.warning("refused a malformed request from %s: %s", peer[0] if peer else "a client", _reason(error))
 
     async def finish_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -248,8 +287,12 @@ class Connection(web.RequestHandler):
     def _give_up(self) -> None:
         self._timer = None
         if self.transport is not None:
-            logger.debug("closed connection from %s: no headers", self.transport.get_extra_info("peername"))
+            logger.debug("closed connection from %s: headers are late", self.transport.get_extra_info("peername"))
             self.transport.abort()
+
+
+def _reason(error: BaseException) -> str:
+    return escape(" ".join(str(getattr(error, "message", error)).split()))
 
 
 class _ConnectionRejector(asyncio.Protocol):
@@ -259,7 +302,7 @@ class _ConnectionRejector(asyncio.Protocol):
 
 
 def _split_port(host: str) -> tuple[str, str]:
-    """Return the name of a Host header, an IPv6 address with its brackets, and its port or an empty text."""
+    """Split a Host header into its name, an IPv6 address with brackets, and its port, which may be empty."""
     if host.startswith("["):
         name, _, rest = host.partition("]")
         return f"{name}]", rest.removeprefix(":")

@@ -26,6 +26,27 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 
 CONTRACTS = "tests/contracts/"
 ON_RANKS = tuple(f"{CONTRACTS}test_{name}" for name in ("distillation", "policy", "sft_loss"))
+# Unit tests that start processes, serve HTTP, compile or wait; `scripts/test --fast` leaves them out.
+HEAVY = {
+    "tests/unit/": ("distributed/", "jobs/", "test_bad_commands", "test_bad_keys", "test_leaves", "test_malformed_http",
+                    "test_mutations", "test_web"),
+    "tests/unit/algorithms/": ("test_interrupt",),
+    "tests/unit/compat/": ("test_removal",),
+    "tests/unit/data/": ("test_reasoning_gym_rows",),
+    "tests/unit/docs/": ("test_commands",),
+    "tests/unit/environments/": ("nemo_gym/", "test_math_answers", "test_process_pool", "test_reasoning_gym.",
+                                 "test_registry_remote", "test_sandbox", "test_user_code"),
+    "tests/unit/experience/": ("test_agents", "test_async_schedules", "test_nemo_gym_rollouts",
+                               "test_reward_integrity"),
+    "tests/unit/gateway/": ("test_conversations", "test_many_sessions"),
+    "tests/unit/generation/": ("test_vllm_parsers",),
+    "tests/unit/launch/": ("test_collection.", "test_distillation", "test_memory_ledger", "test_quickstart",
+                           "test_rollouts", "test_teachers", "test_training."),
+    "tests/unit/observability/": ("test_loggers",),
+    "tests/unit/policy/": ("fsdp2/", "test_log_softmax", "test_memory"),
+    "tests/unit/weight_sync/": ("test_shared_memory", "test_verification"),
+}  # fmt: skip
+IS_HEAVY = tuple(directory + name for directory, names in HEAVY.items() for name in names)
 FIRST = (CONTRACTS, "tests/functional/", "tests/browser/")  # by how long they take
 
 
@@ -50,6 +71,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, where tests run side by side."""
+    """Mark heavy unit tests, and begin with what takes longest if tests run side by side."""
+    for item in items:
+        if item.nodeid.startswith(IS_HEAVY):
+            item.add_marker("heavy")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in FIRST])

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from nemo_rl.types import Prompt
 
-# One client an API for all runs: its connections are reused.
+# One client per API for all runs: its connections are reused.
 OPENAI = AsyncOpenAI(base_url="http://unused", api_key="unused")
 ANTHROPIC = AsyncAnthropic(base_url="http://unused", api_key="unused")
 MAX_TOKENS = 4096  # Messages insist on a limit; the run's `max_new_tokens` is the shorter one

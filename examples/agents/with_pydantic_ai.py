@@ -1,4 +1,4 @@
-"""An unmodified agent of an existing framework, pydantic-ai: it is given the address of the gateway and nothing else.
+"""An unmodified agent of the pydantic-ai framework, which only gets the address of the gateway.
 
 uv run examples/run_grpo.py ++env.asker.type=agent ++env.asker.function=examples.agents.with_pydantic_ai:ask \
     ++env.asker.scored_by=reasoning_gym data.default.env_name=asker

@@ -9,8 +9,8 @@ uv run examples/nemo_gym/run_grpo_nemo_gym.py --dry-run            resolve and v
 import sys
 from pathlib import Path
 
-from nemo_rl.commands import run_command
-from nemo_rl.launch.commands import GRPO_JOB
+from nemo_rl.command_line import run_command
+from nemo_rl.launch.recipe_commands import GRPO_JOB
 
 QUICKSTART = Path(__file__).parent / "quickstart.yaml"
 

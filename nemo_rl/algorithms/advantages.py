@@ -19,14 +19,14 @@ from nemo_rl.types import TrainingBatch, TrajectoryGroup
 logger = logging.getLogger(__name__)
 
 RELATIVE_STD_TOLERANCE = 1e-6  # a deviation below this share of the largest magnitude is rounding
-CANCELLATION_TOLERANCE = 1e-4  # the same for a sum of normalised rewards, where STD_EPSILON adds its own error
-MIN_SHARE_OF_GROUP_STD = 0.5  # leave-one-out: what the others' deviation is at least, of the whole group's
+CANCELLATION_TOLERANCE = 1e-4  # the same for a sum of normalised rewards, to which STD_EPSILON adds an error
+MIN_SHARE_OF_GROUP_STD = 0.5  # leave-one-out: lower bound of the others' deviation, as a share of the group's
 STD_EPSILON = 1e-6
-MIN_TOKEN_VARIANCE = 1e-8  # in the whitening of tokens
+MIN_TOKEN_VARIANCE = 1e-8  # lower bound when tokens are whitened
 
 
 class RewardAdvantages(ABC):
-    """Advantages from rewards: one of each trajectory, less the KL of each token where it belongs to the reward."""
+    """Advantages from rewards: one of each trajectory, less the KL of each token if it belongs to the reward."""
 
     def __init__(self, reward_kl: PolicyGradientLossConfig | None = None) -> None:
         """Subtract `reference_policy_kl_penalty * KL(prev, reference)` of each token, given `reward_kl`."""
@@ -34,19 +34,23 @@ class RewardAdvantages(ABC):
 
     @property
     def required_keys(self) -> frozenset[str]:
-        """Return the reward and what tells trajectories and groups apart; log-probs for a KL in the reward."""
+        """Return the reward and the ids of trajectories and groups; log-probs for a KL in the reward."""
         logprobs = {keys.PREV_LOGPROBS, keys.REFERENCE_LOGPROBS} if self._reward_kl is not None else set()
         return frozenset({keys.TOKEN_MASK, keys.TRAJECTORY_ID, keys.GROUP_ID, keys.REWARD} | logprobs)
 
     @torch.no_grad()
     def __call__(self, batch: TrainingBatch) -> torch.Tensor:
-        trajectories = TrajectoryIndex.of(batch)
+        trajectories = TrajectoryIndex.of(batch, self.rewards_of(batch))
         of_samples = self.estimate(trajectories)[trajectories.trajectory_index]  # [B]
         advantages = of_samples[:, None].expand_as(batch[keys.TOKEN_MASK])  # [B, T]
         if self._reward_kl is not None:
             kl = kl_estimate(batch[keys.PREV_LOGPROBS], batch[keys.REFERENCE_LOGPROBS], self._reward_kl)
             advantages = advantages - self._reward_kl.reference_policy_kl_penalty * kl
         return self.normalize_tokens(advantages, batch).float().contiguous()
+
+    def rewards_of(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+        """Return the rewards that are compared, [B] by name: those by which chains of a trajectory are told apart."""
+        return {"": batch[keys.REWARD]}
 
     @abstractmethod
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
@@ -103,7 +107,7 @@ class DecoupledAdvantages(GroupRelativeAdvantages):
         std_epsilon: float = STD_EPSILON,
         reward_weights: Mapping[str, float] | Sequence[float] | None = None,
     ) -> None:
-        """Weigh rewards (arXiv 2601.05242) by name, 1 where not named, or in the alphabetical order of all names."""
+        """Weigh rewards (arXiv 2601.05242) by name, 1 if not named, or in the alphabetical order of all names."""
         super().__init__(reward_kl, leave_one_out=leave_one_out, normalize=normalize, std_epsilon=std_epsilon)
         self._reward_weights = reward_weights or {}
 
@@ -112,9 +116,13 @@ class DecoupledAdvantages(GroupRelativeAdvantages):
         """Return the named rewards in place of their sum."""
         return super().required_keys - {keys.REWARD} | {keys.REWARD_COMPONENTS}
 
+    def rewards_of(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+        """Return the named rewards."""
+        return {str(name): reward for name, reward in batch[keys.REWARD_COMPONENTS].items()}
+
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
         """Return the whitened sum over the named rewards."""
-        names = sorted(str(name) for name, _ in trajectories.batch[keys.REWARD_COMPONENTS].items())
+        names = sorted(self.rewards_of(trajectories.batch))
         weights = self._reward_weights
         if not isinstance(weights, Mapping):
             if len(weights) != len(names):
@@ -133,6 +141,44 @@ class DecoupledAdvantages(GroupRelativeAdvantages):
         return divide_by_std(total - total.mean(), std)
 
 
+class BestOfGroupAdvantages(GroupRelativeAdvantages):
+    """A = r - the second-best reward for the best rollout of a group, 0 for the others: pass@k (arXiv 2503.19595)."""
+
+    def compare(self, rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+        """Return the advantages of rewards [N]; with `normalize` over the group's deviation.
+
+        Example: rewards [1, 0, .25] give [.75, 0, 0], over .52042.
+        """
+        _, std = baseline_and_std(rewards, group, leave_one_out=False)
+        by_reward = torch.argsort(rewards, descending=True, stable=True)
+        order = by_reward[torch.argsort(group[by_reward], stable=True)]  # by group, the best first
+        counts = torch.bincount(group)
+        first = (counts.cumsum(0) - counts)[counts > 1]
+        best, second = order[first], order[first + 1]
+        advantages = torch.zeros_like(rewards).index_copy(0, best, rewards[best] - rewards[second])
+        return divide_by_std(advantages, std, self._std_epsilon) if self._normalize else advantages
+
+
+class LengthWeightedAdvantages(RewardAdvantages):
+    """A = r - the mean of the group's rewards, weighted by the tokens of each rollout (OPO, arXiv 2505.23585)."""
+
+    @property
+    def required_keys(self) -> frozenset[str]:
+        """Return also the number of tokens of each trajectory."""
+        return super().required_keys | {keys.TRAJECTORY_TOKENS}
+
+    def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
+        """Return each reward less its group's weighted mean.
+
+        Example: rewards [1, 0] of 3 and 1 tokens: mean .75, advantages [.25, -.75].
+        """
+        rewards, lengths = trajectories.first(keys.REWARD), trajectories.first(keys.TRAJECTORY_TOKENS).clamp(min=1)
+        group = trajectories.group
+        zeros = rewards.new_zeros(int(group.max()) + 1)
+        means = zeros.index_add(0, group, rewards * lengths) / zeros.index_add(0, group, lengths)
+        return rewards - means[group]
+
+
 class WhitenedAdvantages(RewardAdvantages):
     """A = r less its group's mean, then the KL subtracted and all whitened over the valid tokens (REINFORCE++)."""
 
@@ -147,7 +193,7 @@ class WhitenedAdvantages(RewardAdvantages):
         return super().required_keys | {keys.SAMPLE_MASK}
 
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
-        """Return the rewards, less their group's mean where asked."""
+        """Return the rewards, less their group's mean if asked."""
         rewards = trajectories.first(keys.REWARD)
         if not self._minus_baseline:
             return rewards
@@ -177,7 +223,7 @@ class TeacherAdvantages:
 
 
 def clip_advantages(advantages: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
-    """Return the advantages within the bounds, where there are any."""
+    """Return the advantages within the bounds, if there are any."""
     return advantages if low is None and high is None else advantages.clamp(low, high)
 
 
@@ -194,15 +240,11 @@ class TrajectoryIndex:
     group: torch.Tensor  # [N]: 0..P-1
 
     @classmethod
-    def of(cls, batch: TrainingBatch) -> "TrajectoryIndex":
-        """Return the index of a batch."""
-        ids = batch[keys.TRAJECTORY_ID]
-        if (rewards := batch.get(keys.REWARD, None)) is not None:
-            units, trajectory_index = torch.unique(
-                torch.stack([ids.double(), rewards.double()], -1), dim=0, return_inverse=True
-            )
-        else:
-            units, trajectory_index = torch.unique(ids, return_inverse=True)
+    def of(cls, batch: TrainingBatch, rewards: Mapping[str, torch.Tensor]) -> "TrajectoryIndex":
+        """Return the index of a batch; `rewards`, [B] each, tell chains of a trajectory apart."""
+        columns = [batch[keys.TRAJECTORY_ID], *rewards.values()]
+        table = torch.stack([column.double() for column in columns], -1)
+        units, trajectory_index = torch.unique(table, dim=0, return_inverse=True)
         rows = torch.arange(len(trajectory_index), device=trajectory_index.device)
         first_sample = torch.full_like(rows[: len(units)], len(rows)).scatter_reduce_(0, trajectory_index, rows, "amin")
         _, group = torch.unique(batch[keys.GROUP_ID][first_sample], return_inverse=True)
@@ -219,7 +261,7 @@ def baseline_and_std(
     """Return mean and unbiased std of each reward's group, or of its others with `leave_one_out`: [N] float64 each.
 
     `group` [N] counts from 0 without gaps. Where no other reward exists the mean is the reward itself; the std is 0
-    where fewer than two rewards define it, and where it is zero but for rounding. Otherwise the std of the others is
+    if fewer than two rewards define it, and if it is zero but for rounding. Otherwise the std of the others is
     at least half of that of the whole group: it bounds |r - mean| / std by 2 sqrt(G), where others that are nearly
     equal would make it as large as they are close.
 
@@ -260,9 +302,9 @@ def _group_std(table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 def unbiased_std(
     values: torch.Tensor, magnitude: torch.Tensor | None = None, *, tolerance: float = RELATIVE_STD_TOLERANCE
 ) -> torch.Tensor:
-    """Return the std of [N] values: a scalar, 0 for fewer than two and where it is zero but for rounding.
+    """Return the std of [N] values: a scalar, 0 for fewer than two and if it is zero but for rounding.
 
-    `magnitude` is the largest of what the values were computed from (None: their own), which rounding is relative to.
+    `magnitude` is the largest input of the values (default: their own), to which rounding is relative.
     """
     if len(values) < 2:
         return values.new_zeros(())
@@ -274,17 +316,17 @@ def unbiased_std(
 def _is_rounding_error(
     std: torch.Tensor, magnitude: torch.Tensor, tolerance: float = RELATIVE_STD_TOLERANCE
 ) -> torch.Tensor:
-    """Return whether a std is zero relative to the largest magnitude of what it was computed from."""
+    """Return whether a std is zero relative to the largest magnitude of its inputs."""
     return std <= tolerance * magnitude
 
 
 def divide_by_std(centred: torch.Tensor, std: torch.Tensor, epsilon: float = STD_EPSILON) -> torch.Tensor:
-    """Return centred / (std + epsilon), or `centred` itself where the std is 0."""
+    """Return centred / (std + epsilon), or `centred` itself if the std is 0."""
     return torch.where(std > 0, centred / (std + epsilon), centred)
 
 
 def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return [B, T] with mean 0 and (biased) variance 1 over the tokens where the mask is 1."""
+    """Return [B, T] with mean 0 and (biased) variance 1 over the tokens whose mask is 1."""
     values = torch.where(mask > 0, advantages, 0.0).double()
     count = mask.sum().clamp(min=1)
     mean = (values * mask).sum() / count
@@ -292,29 +334,36 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values - mean) * variance.clamp(min=MIN_TOKEN_VARIANCE).rsqrt()
 
 
-def is_informative(group: TrajectoryGroup) -> bool:
-    """Return whether the raw rewards of the group's survivors differ by more than rounding; one alone never does."""
-    of_chains = (t.rewards_of_chain(i) for t in group.survivors for i in range(len(t.chains)))
-    rewards = torch.tensor([sum(each.values()) for each in of_chains], dtype=torch.float64)
-    return bool(unbiased_std(rewards) > 0)
+def is_informative(group: TrajectoryGroup, *, by_name: bool = False) -> bool:
+    """Return whether the raw rewards of the group's survivors differ by more than rounding; one alone never does.
+
+    Compared are their sums, or with `by_name` each named reward by itself.
+    """
+    of_chains = [t.rewards_of_chain(i) for t in group.survivors for i in range(len(t.chains))]
+    if len(of_chains) < 2:
+        return False
+    names = sorted({name for rewards in of_chains for name in rewards})
+    table = torch.tensor([[rewards.get(name, 0.0) for name in names] for rewards in of_chains], dtype=torch.float64)
+    columns = table.unbind(-1) if by_name else [table.sum(-1)]
+    return any(bool(unbiased_std(column) > 0) for column in columns)
 
 
 @torch.no_grad()
 def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     """Return the metrics of a batch, named as in docs/metrics.md without their prefix.
 
-    `reward` and `filtered_reward` are the mean raw reward of the batch's trajectories; where dynamic sampling drops
+    `reward` and `filtered_reward` are the mean raw reward of the batch's trajectories; if dynamic sampling drops
     groups, the source replaces `reward` by the mean over all of them. `shaped_reward` is what the advantages are
-    computed from. Advantages are over the valid tokens; 0 where there is none.
+    computed from. Advantages are over the valid tokens; 0 if there is none.
     """
     mask = batch[keys.TOKEN_MASK]  # [B, T]
-    trajectories = TrajectoryIndex.of(batch)
+    trajectories = TrajectoryIndex.of(batch, {"": batch[keys.REWARD]})
     raw = torch.zeros_like(batch[keys.REWARD])  # [B]
     for component in batch[keys.REWARD_COMPONENTS].values():
         raw = raw + component
     raw = raw[trajectories.first_sample].double()  # [N]
     steps = torch.arange(mask.shape[1], device=mask.device)
-    # The prompt ends at the first sampled token, or with the sequence where none was sampled.
+    # The prompt ends at the first sampled token, or with the sequence if none was sampled.
     prompt_lengths = torch.where(mask > 0, steps, batch[keys.LENGTHS][:, None]).amin(-1)
     metrics = {
         "reward": float(raw.mean()),

@@ -1,7 +1,7 @@
 """A teacher's next-token distributions as distributions over the student's tokens.
 
 M tokens of a student's response, N of the teacher's tokenization of its text, K most likely tokens that the teacher
-gives. Pure numpy; probabilities are float64 until the end. The method: docs/cross_tokenizer.md.
+gives. Pure numpy; probabilities are float64 until the end. The method: docs/distillation.md.
 """
 
 import math
@@ -22,16 +22,16 @@ MIN_PROBABILITY = 1e-30  # probability that something is divided by
 class AlignedResponse:
     """One sampled message in both tokenizations.
 
-    The teacher's tokens are those of the text and one that ends the turn, also where the student's response has no end:
+    The teacher's tokens are those of the text and one that ends the turn, also if the student's response has no end:
     the distribution before it is the one that follows the text.
     """
 
-    student_start: int  # in the student's sequence
+    student_start: int  # position in the student's sequence
     student_ids: tuple[int, ...]
     student_pieces: tuple[bytes, ...]  # a token that adds no text is empty
-    num_aligned: int  # of the student's tokens: later ones follow bytes that are not valid text
+    num_aligned: int  # aligned student tokens; later ones follow bytes that are not valid text
     is_ended: bool  # the student's last token ends the turn
-    teacher_start: int  # in the teacher's sequence
+    teacher_start: int  # position in the teacher's sequence
     teacher_ids: tuple[int, ...]
     teacher_pieces: tuple[bytes, ...]  # that of the turn's end is empty
 
@@ -54,7 +54,7 @@ class Targets:
     """The teacher's distribution before each token of the student, as far as it is known."""
 
     ids: np.ndarray  # [M, W] int64 of the student's vocabulary; -1: no token
-    logprobs: np.ndarray  # [M, W] float32; 0 where there is no token
+    logprobs: np.ndarray  # [M, W] float32; 0 if there is no token
     unmatched: np.ndarray  # [M, W] float32: probabilities of teacher tokens without a counterpart, largest first
     span_lengths: np.ndarray  # [M] int64: at the first token of a span that is compared as a whole its tokens, else 0
 
@@ -114,7 +114,7 @@ class _PrefixTargetBuilder:
 
     def __init__(self, response: AlignedResponse, scores: TeacherScores, token_map: TokenMap) -> None:
         self.response, self.scores, self.map = response, scores, token_map
-        self.student_starts = [0, *accumulate(map(len, response.student_pieces))]  # in bytes; [M + 1]
+        self.student_starts = [0, *accumulate(map(len, response.student_pieces))]  # offsets in bytes; [M + 1]
         self.teacher_starts = np.array([0, *accumulate(map(len, response.teacher_pieces[:-1]))])  # [N]
         self.text = b"".join(response.teacher_pieces)
         self.width = scores.ids.shape[1] + 1
@@ -122,7 +122,7 @@ class _PrefixTargetBuilder:
     def targets(self) -> Targets:
         size = len(self.response.student_ids)
         starts = np.array(self.student_starts[:-1])
-        places = np.searchsorted(self.teacher_starts, starts, side="right") - 1  # of the teacher's tokens
+        places = np.searchsorted(self.teacher_starts, starts, side="right") - 1  # indices of the teacher's tokens
         known = starts <= len(self.text)
         known[self.response.num_aligned + 1 :] = False
         plain = known & (self.teacher_starts[places] == starts)
@@ -144,7 +144,7 @@ class _PrefixTargetBuilder:
     def _adjust_distribution(
         self, row: int, teacher_position: int, plain: dict[int, float] | None
     ) -> dict[int, float] | None:
-        """Return the row's distribution; None where it is `plain`, from the teacher's tokens at this position alone."""
+        """Return the row's distribution; None if it is `plain`, from the teacher's tokens at this position alone."""
         piece, start = self.response.student_pieces[row], self.student_starts[row]
         longer = self.longer.get(start, ())
         reaches_beyond = (

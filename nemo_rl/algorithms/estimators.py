@@ -50,7 +50,7 @@ def check_unread(key: str, section: GroupEstimatorConfig) -> None:
 
 
 def check_group_size(key: str, section: GroupEstimatorConfig, config: GRPORunConfig) -> None:
-    """Raise ConfigError where every group has one rollout, which is its own baseline: all advantages would be 0."""
+    """Raise ConfigError if every group has one rollout, which is its own baseline: all advantages would be 0."""
     if config.grpo.num_generations_per_prompt == 1:
         raise ConfigError(
             "grpo.num_generations_per_prompt",
@@ -87,12 +87,57 @@ def _make_group_relative(section: GRPOEstimatorConfig, loss: LossConfig) -> "Adv
 GRPO = Entry(GRPOEstimatorConfig, make=_make_group_relative, check=check_grpo_estimator)
 
 
+class PassAtKEstimatorConfig(GroupEstimatorConfig):
+    """`name: grpo_passk` (arXiv 2503.19595): only the best rollout of a group counts, by its lead over the second."""
+
+    name: str = "grpo_passk"
+
+
+def check_group_alone(key: str, section: GroupEstimatorConfig, config: GRPORunConfig) -> None:
+    """Raise ConfigError for unread keys, the leave-one-out baseline among them, and groups of one."""
+    check_unread(key, section)
+    check_group_size(key, section, config)
+    if section.use_leave_one_out_baseline:
+        raise ConfigError(
+            f"{key}.use_leave_one_out_baseline", True, f"not read by name: {section.name}; allowed: false"
+        )
+
+
+def _make_pass_at_k(section: PassAtKEstimatorConfig, loss: LossConfig) -> "AdvantageEstimator":
+    from nemo_rl.algorithms.advantages import BestOfGroupAdvantages  # loads torch
+
+    return BestOfGroupAdvantages(loss.reward_kl, normalize=section.normalize_rewards, std_epsilon=section.std_epsilon)
+
+
+GRPO_PASSK = Entry(PassAtKEstimatorConfig, make=_make_pass_at_k, check=check_group_alone)
+
+
+class OPOEstimatorConfig(GroupEstimatorConfig):
+    """`name: opo` (arXiv 2505.23585): rewards less the group's mean, weighted by length; nothing is divided."""
+
+    name: str = "opo"
+
+
+def _make_opo(section: OPOEstimatorConfig, loss: LossConfig) -> "AdvantageEstimator":
+    from nemo_rl.algorithms.advantages import LengthWeightedAdvantages  # loads torch
+
+    return LengthWeightedAdvantages(loss.reward_kl)
+
+
+OPO = Entry(OPOEstimatorConfig, make=_make_opo, check=check_group_alone)
+
+
 class GDPOEstimatorConfig(GroupEstimatorConfig):
     """`name: gdpo` (arXiv 2601.05242): each named reward relative to its group, then their weighted sum, whitened."""
 
     name: str = "gdpo"
-    # By reward name, 1 where not named; or a list in the alphabetical order of the names, one for each.
+    # weights by reward name, 1 if not named; or a list in the alphabetical order of the names
     reward_weights: dict[str, float] | list[float] = Field(default_factory=dict)
+
+    @property
+    def reads_named_rewards(self) -> bool:
+        """Return True."""
+        return True
 
 
 def check_gdpo(key: str, section: GDPOEstimatorConfig, config: GRPORunConfig) -> None:
@@ -135,7 +180,7 @@ class ReinforcePlusPlusConfig(GroupEstimatorConfig):
 
 
 def check_reinforce_plus_plus(key: str, section: ReinforcePlusPlusConfig, config: GRPORunConfig) -> None:
-    """Raise ConfigError for groups of one, where their mean is subtracted."""
+    """Raise ConfigError for groups of one, if their mean is subtracted."""
     if section.minus_baseline:
         check_group_size(key, section, config)
 
@@ -210,7 +255,7 @@ class CustomEstimatorConfig(AdvantageEstimatorConfig):
 
 
 def adapt_estimator(key: str, path: str, target: Any) -> Entry[CustomEstimatorConfig]:
-    """Return the entry of a user's own class or function; raises ConfigError for `key` where it is neither."""
+    """Return the entry of a user's own class or function; raises ConfigError for `key` if it is neither."""
 
     def check(section_key: str, section: CustomEstimatorConfig, config: GRPORunConfig) -> None:
         if config.loss_fn.reward_kl is not None:

@@ -4,29 +4,22 @@ Rewards are penalised, scaled and shaped, groups become a batch, log-probs and a
 own rewards stay on the trajectories; dynamic sampling and the reward components see those.
 """
 
-import functools
-import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl import nemo_rl_names
 from nemo_rl.algorithms.advantages import batch_metrics, clip_advantages
-from nemo_rl.algorithms.run import Placement, StepBatch, TeacherStage
-from nemo_rl.config.master import (
-    GRPOConfig,
-    GRPORunConfig,
-    RewardPenaltiesConfig,
-    RewardScalingConfig,
-    RewardShapingConfig,
-)
+from nemo_rl.algorithms.placement import Placement
+from nemo_rl.algorithms.reward_penalties import Penalties, StepFaults
+from nemo_rl.algorithms.stages import StepBatch, TeacherStage
+from nemo_rl.config.master import GRPOConfig, GRPORunConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.assembly import BatchRow, TrajectoryKey, assemble_batch, trajectory_key
-from nemo_rl.interfaces import AdvantageEstimator, CollectedGroups, LossFn, Policy
+from nemo_rl.interfaces import AdvantageEstimator, LossFn, Policy
 from nemo_rl.observability.loggers import StepTimer
-from nemo_rl.types import MessageLog, StopReason, TokenizedMessage, TrainingBatch, Trajectory, TrajectoryGroup
+from nemo_rl.types import CollectedGroups, StopReason, TrainingBatch, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +32,7 @@ class RequiredLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class GRPO:
-    """The stages of a step in their order; satisfies run.Algorithm."""
+    """The stages of a step in their order; satisfies stages.Algorithm."""
 
     config: GRPORunConfig
     loss_fn: LossFn
@@ -47,8 +40,8 @@ class GRPO:
     required_logprobs: RequiredLogprobs
     policy: Policy
     placement: Placement
-    teacher_stage: TeacherStage | None = None  # where the advantages read teachers
-    penalties: "Penalties | None" = None  # for faulty replies
+    teacher_stage: TeacherStage | None = None  # if the advantages read teachers
+    penalties: Penalties | None = None  # penalties of faulty replies
 
     async def make_batch(self, collected: CollectedGroups, timer: StepTimer) -> StepBatch:
         """Return the batch with advantages."""
@@ -74,11 +67,11 @@ class TrainRewards:
     """The rewards to train on, and the faults that set some of them to 0."""
 
     by_trajectory: Mapping[TrajectoryKey, float]
-    faults: "StepFaults"
+    faults: StepFaults
 
 
 def compute_train_rewards(
-    config: GRPORunConfig, penalties: "Penalties | None", collected: CollectedGroups
+    config: GRPORunConfig, penalties: Penalties | None, collected: CollectedGroups
 ) -> TrainRewards:
     """Return the rewards to train on: penalised, scaled and shaped as configured."""
     faults = StepFaults() if penalties is None else penalties.faults(collected.groups)
@@ -129,7 +122,7 @@ def estimate_advantages(config: GRPORunConfig, estimator: AdvantageEstimator, ba
 def sequence_logprob_errors(batch: TrainingBatch) -> torch.Tensor:
     """Return the mean over the sampled tokens of exp(|lp_prev - lp_gen|) of each sample: [B].
 
-    NaN or infinite where a log-prob is; 1, no error, for a sample without sampled tokens.
+    NaN or infinite if a log-prob is; 1, no error, for a sample without sampled tokens.
 
     Example: of 1,000 tokens one has |e| = 8: (999 + e^8) / 1000 = 3.98.
     """
@@ -142,11 +135,11 @@ def sequence_logprob_errors(batch: TrainingBatch) -> torch.Tensor:
 
 @torch.no_grad()
 def mask_logprob_errors(batch: TrainingBatch, threshold: float) -> dict[str, float]:
-    """Set `sample_mask` to 0 where a sequence's error exceeds `grpo.seq_logprob_error_threshold`, or is NaN.
+    """Set `sample_mask` to 0 if a sequence's error exceeds `grpo.seq_logprob_error_threshold`, or is NaN.
 
     Metrics are over the samples with a gradient and a sampled token: max_ and mean_seq_mult_prob_error before and
     max_seq_mult_prob_error_after_mask after it, num_masked_seqs_by_logprob_error, and masked_correct_pct, the share
-    of the masked samples that had a positive reward (0..1; 0 where none was masked).
+    of the masked samples that had a positive reward (0..1; 0 if none was masked).
     """
     errors = sequence_logprob_errors(batch)
     trained = (batch[keys.SAMPLE_MASK] > 0) & (batch[keys.TOKEN_MASK].sum(-1) > 0)
@@ -165,7 +158,7 @@ def mask_logprob_errors(batch: TrainingBatch, threshold: float) -> dict[str, flo
 
 
 def _max(errors: torch.Tensor) -> float:
-    """Return the largest error; 1, no error at all, where there is no sequence."""
+    """Return the largest error; 1, no error at all, if there is no sequence."""
     return float(errors.max()) if len(errors) else 1.0
 
 
@@ -176,7 +169,7 @@ def transform_rewards(
     *,
     zero_reward_rollouts: Container[TrajectoryKey] = frozenset(),
 ) -> dict[TrajectoryKey, float]:
-    """Return the rewards to train on of all trajectories that did not fail: scaled, then shaped, where enabled.
+    """Return the rewards to train on of all trajectories that did not fail: scaled, then shaped, if enabled.
 
     Penalised rollouts, `zero_reward_rollouts`, have the reward 0 before that, unless their own is lower.
     `max_response_length`, in tokens, is the default of `reward_shaping.max_response_length`. With
@@ -237,194 +230,3 @@ def filter_overlong(batch: TrainingBatch) -> int:
     truncated = batch[keys.TRUNCATED]
     batch[keys.SAMPLE_MASK] = batch[keys.SAMPLE_MASK].masked_fill(truncated, 0.0)
     return int(truncated.sum())
-
-
-CONTEXT_TAIL_TOKENS = 16  # tokens of the context in which an opening thinking tag is looked for
-
-Decode = Callable[[Sequence[int]], str]  # token ids -> text with special tokens, without the stop token at the end
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyFaults:
-    """The faults of one reply."""
-
-    duplicated_reasoning: bool = False
-    empty_answer: bool = False  # a fault of a last reply only
-    unwanted_token: bool = False
-    malformed_thinking: bool = False
-    invalid_tool_call: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutFaults:
-    """The faults of a trajectory's replies: chain by chain, the message log first."""
-
-    chains: tuple[tuple[ReplyFaults, ...], ...]
-
-    @property
-    def duplicated_reasoning(self) -> bool:
-        return any(reply.duplicated_reasoning for reply in self._replies())
-
-    @property
-    def empty_final_answer(self) -> bool:
-        """Return whether the message log ends without an answer; other chains give none."""
-        return bool(self.chains[0]) and self.chains[0][-1].empty_answer
-
-    @property
-    def unwanted_tokens(self) -> bool:
-        return any(reply.unwanted_token for reply in self._replies())
-
-    @property
-    def malformed_think_tag(self) -> bool:
-        return any(reply.malformed_thinking for reply in self._replies())
-
-    def _replies(self) -> Iterator[ReplyFaults]:
-        return (reply for chain in self.chains for reply in chain)
-
-
-@dataclass(frozen=True, slots=True)
-class StepFaults:
-    """The faults of a step's rollouts that did not fail, and what follows from them."""
-
-    penalties: "Penalties | None" = None
-    rollouts: Mapping[TrajectoryKey, RolloutFaults] = field(default_factory=dict)
-
-    def penalised(self, name: str) -> frozenset[TrajectoryKey]:
-        """Return the rollouts with the fault that the key `penalize_<name>` is about."""
-        return frozenset(key for key, faults in self.rollouts.items() if getattr(faults, name))
-
-    @property
-    def zero_reward_rollouts(self) -> frozenset[TrajectoryKey]:
-        """Return the rollouts that lose their reward."""
-        names = self.penalties.names if self.penalties else ()
-        return frozenset[TrajectoryKey]().union(*(self.penalised(name) for name in names))
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return the rollouts by penalty, and replies whose advantage is overwritten; only what is on."""
-        if self.penalties is None:
-            return {}
-        metrics = {f"reward_penalties/{name}": float(len(self.penalised(name))) for name in self.penalties.names}
-        replies = [reply for faults in self.rollouts.values() for chain in faults.chains for reply in chain]
-        if self.penalties.invalid_tool_call_advantage is not None:
-            metrics["num_invalid_tool_calls"] = float(sum(reply.invalid_tool_call for reply in replies))
-        if self.penalties.malformed_thinking_advantage is not None:
-            metrics["num_malformed_thinking"] = float(sum(reply.malformed_thinking for reply in replies))
-        return metrics
-
-    def advantage_override(self, rows: Sequence[BatchRow], *, shape: Sequence[int]) -> torch.Tensor | None:
-        """Return advantages that replace the estimator's, NaN elsewhere: [B, T]; None where there is none."""
-        if self.penalties is None or not self.penalties.overwrites_advantages:
-            return None
-        override = torch.full(tuple(shape), math.nan)
-        for index, row in enumerate(rows):
-            replies = self.rollouts[row.trajectory_key].chains[row.chain_index]
-            for (start, stop), reply in zip(_reply_spans(row.message_log), replies, strict=True):
-                value = self.penalties.advantage_for(reply)
-                if value is not None:
-                    override[index, start:stop] = value
-        return override
-
-
-class Penalties:
-    """Reads replies for the faults that the configuration asks about."""
-
-    def __init__(self, config: RewardPenaltiesConfig, grpo: GRPOConfig, decode: Decode) -> None:
-        ids = config.token_ids
-        self.names = tuple(key.removeprefix("penalize_") for key in config.enabled)
-        self.invalid_tool_call_advantage = grpo.invalid_tool_call_advantage
-        self.malformed_thinking_advantage = grpo.malformed_thinking_advantage
-        self._open = config.thinking_tags[0] if ids.think_open is None else decode([ids.think_open])
-        self._close = config.thinking_tags[1] if ids.think_close is None else decode([ids.think_close])
-        self._unwanted = frozenset(ids.unwanted)
-        self._call_patterns = tuple(config.invalid_tool_call_patterns)
-        self._decode = decode
-        self._decode_tail = functools.lru_cache(maxsize=1024)(decode)  # most prompts end with the same tokens
-        self._reads_text = set(self.names) != {"unwanted_tokens"} or self.overwrites_advantages
-
-    @property
-    def overwrites_advantages(self) -> bool:
-        return self.invalid_tool_call_advantage is not None or self.malformed_thinking_advantage is not None
-
-    def faults(self, groups: Sequence[TrajectoryGroup]) -> StepFaults:
-        """Return the faults of all rollouts that did not fail; each reply is decoded once."""
-        rollouts = {trajectory_key(t): self.find_faults(t) for group in groups for t in group.survivors}
-        return StepFaults(self, rollouts)
-
-    def find_faults(self, trajectory: Trajectory) -> RolloutFaults:
-        return RolloutFaults(tuple(tuple(self._find_reply_faults(log)) for log in trajectory.chains))
-
-    def advantage_for(self, reply: ReplyFaults) -> float | None:
-        """Return the advantage that overrides a reply's tokens; the lowest where several apply, else None."""
-        values = []
-        if reply.invalid_tool_call and self.invalid_tool_call_advantage is not None:
-            values.append(self.invalid_tool_call_advantage)
-        if reply.malformed_thinking and self.malformed_thinking_advantage is not None:
-            values.append(self.malformed_thinking_advantage)
-        return min(values, default=None)
-
-    def _find_reply_faults(self, log: MessageLog) -> Iterator[ReplyFaults]:
-        context: tuple[int, ...] = ()
-        for message in log:
-            if message.is_generated:
-                yield self._check_reply(message, context)
-                context = ()
-            context = message.token_ids or context
-
-    def _check_reply(self, message: TokenizedMessage, context: tuple[int, ...]) -> ReplyFaults:
-        unwanted = not self._unwanted.isdisjoint(message.token_ids)
-        if not self._reads_text:
-            return ReplyFaults(unwanted_token=unwanted)
-        text = self._decode(message.token_ids)
-        opened = self._decode_tail(context[-CONTEXT_TAIL_TOKENS:]).rstrip().endswith(self._open)
-        thinking, answer = self._split_thinking(text, opened=opened)
-        calls = message.message.tool_calls
-        return ReplyFaults(
-            duplicated_reasoning=bool(thinking) and thinking == answer,
-            empty_answer=not answer and not calls,
-            unwanted_token=unwanted,
-            malformed_thinking=self._is_malformed(text, opened=opened),
-            invalid_tool_call=any(text.count(pattern) > len(calls) for pattern in self._call_patterns),
-        )
-
-    def _split_thinking(self, text: str, *, opened: bool) -> tuple[str, str]:
-        """Return thinking and answer, stripped.
-
-        Thinking begins with its tag or in the prompt; what is not closed is all thinking.
-        """
-        begins = opened or text.lstrip().startswith(self._open)
-        thinking, closed, answer = text.partition(self._close)
-        if not begins and not closed:
-            return "", text.strip()
-        return thinking.strip().removeprefix(self._open).strip(), answer.strip()
-
-    def _is_malformed(self, text: str, *, opened: bool) -> bool:
-        """Return whether the tags are malformed.
-
-        Well-formed are: one closing tag where the prompt opened one; one pair from the beginning; no tag where the
-        prompt opened none.
-        """
-        num_opening, num_closing = text.count(self._open), text.count(self._close)
-        if opened:
-            return (num_opening, num_closing) != (0, 1)
-        is_pair = (num_opening, num_closing) == (1, 1) and text.lstrip().startswith(self._open)
-        return not is_pair and num_opening + num_closing > 0
-
-
-def _reply_spans(log: MessageLog) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each reply's tokens in its row."""
-    start = 0
-    for message in log:
-        stop = start + len(message.token_ids)
-        if message.is_generated:
-            yield start, stop
-        start = stop
-
-
-def make_penalties(config: RewardPenaltiesConfig, grpo: GRPOConfig, decode: Decode) -> Penalties | None:
-    """Return the configured penalties; None where nothing is penalised."""
-    penalties = Penalties(config, grpo, decode)
-    return penalties if penalties.names or penalties.overwrites_advantages else None
-
-
-__getattr__ = nemo_rl_names.refuse(__name__)

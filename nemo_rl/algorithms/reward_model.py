@@ -1,6 +1,6 @@
 """Training of a reward model on preferences (Bradley and Terry): the better answer learns the higher score.
 
-One process. Made by launch/supervised.py; computes scores as environments/scorers does.
+One process. Made by launch/reward_model_training.py; computes scores as environments/scorers does.
 """
 
 import math
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nemo_rl.config.supervised import RewardModelRunConfig
+from nemo_rl.config.supervised_runs import RewardModelRunConfig
 from nemo_rl.environments.scorers.classifier import score_padded
-from nemo_rl.policy.training import make_optimizer, make_scheduler
+from nemo_rl.policy.optimizers import make_optimizer, make_scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class TokenPair:
 
     chosen: Sequence[int]
     rejected: Sequence[int]
+    is_masked: bool = False  # too long: it keeps its place in a batch, with no weight in the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,13 @@ class RewardModelTrainer:
             yield StepResult(step, metrics, time.perf_counter() - started_at)
 
     def train_step(self, batch: Sequence[TokenPair]) -> dict[str, float]:
-        """Run one optimizer step on the mean loss of the batch; return metrics without a prefix."""
+        """Run one optimizer step on the mean loss of the batch; return metrics without a prefix.
+
+        A batch of masked pairs alone leaves the weights as they are.
+        """
+        batch = [pair for pair in batch if not pair.is_masked]
+        if not batch:
+            return {"num_valid_samples": 0.0, "lr": self._optimizer.param_groups[0]["lr"]}
         self._model.train()
         self._optimizer.zero_grad()
         size, lr = self._config.policy.train_micro_batch_size, self._optimizer.param_groups[0]["lr"]

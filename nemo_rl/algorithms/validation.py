@@ -1,20 +1,20 @@
 """Validation: rollouts of held-out prompts, with one call of each environment a turn."""
 
+import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_rl.data.datasets import PromptSet
-from nemo_rl.experience.records import pass_at_k
-from nemo_rl.experience.rollouts import (
-    RolloutDependencies,
-    RolloutJob,
-    RolloutOptions,
-    run_multi_turn_rollout,
-    run_multi_turn_rollout_async_generation,
-)
-from nemo_rl.experience.sources import run_rollouts
+from nemo_rl.data.prompt_sets import PromptSet
+from nemo_rl.experience.pass_at_k import pass_at_k
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
+from nemo_rl.experience.rollout_dispatch import run_rollouts
+from nemo_rl.experience.rollout_metrics import response_fault_rates
+from nemo_rl.experience.rollouts import run_multi_turn_rollout, run_multi_turn_rollout_async_generation
+from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.types import Prompt, SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ValidationResult:
     """Metrics without their prefix, and the rollouts that they were computed from."""
 
     metrics: dict[str, float]
-    trajectories: tuple[Trajectory, ...]  # of the pass at the validation temperature
+    trajectories: tuple[Trajectory, ...]  # rollouts of the pass at the validation temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Validator:
 
     prompt_sets: tuple[PromptSet, ...]
     dependencies: RolloutDependencies
-    sampling: SamplingParams  # at the validation temperature
+    sampling: SamplingParams  # includes the validation temperature
     seed: int
     num_generations_per_prompt: int
     batch_size: int  # prompts generated at once
@@ -39,11 +39,11 @@ class Validator:
     greedy: bool  # a second pass at temperature 0, one generation a prompt
 
     async def validate(self) -> ValidationResult:
-        """Run every set. Failed rollouts have no reward: they are excluded from the means and counted.
+        """Run every set. A failed rollout counts as a wrong answer, and is counted (`score_rollouts`).
 
         Metrics: `accuracy` (mean reward), `avg_length` (generated tokens), `pass_<k>` with several generations,
-        `greedy_accuracy`, `num_failed`; with several sets also `<set>/...` each, and the plain names are means over
-        the sets.
+        `greedy_accuracy`, `num_failed`, and if rollouts failed `accuracy_without_failed` and `greedy_num_failed`; with
+        several sets also `<set>/...` each, and the plain names are means over the sets.
         """
         by_set: dict[str, dict[str, float]] = {}
         all_trajectories: list[Trajectory] = []
@@ -54,6 +54,7 @@ class Validator:
             if self.greedy:
                 greedy_sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
                 metrics |= greedy_metrics(await self._rollouts(prompts, 1, greedy_sampling))
+            _log_failed(prompt_set.name, metrics)
             by_set[prompt_set.name] = metrics
             all_trajectories += sampled
         return ValidationResult(average_over_sets(by_set), tuple(all_trajectories))
@@ -75,33 +76,51 @@ class Validator:
         return trajectories
 
 
+def score_rollouts(trajectories: Sequence[Trajectory]) -> list[float]:
+    """Return one reward per rollout; a failed one counts as wrong: the lowest reward of the others, at most 0.
+
+    Example: rewards 1, -1 and a failure give 1, -1, -1; five of 1 and 95 failures have the mean 0.05.
+    """
+    rewards = [None if t.failure else t.reward for t in trajectories]
+    wrong = min((0.0, *(reward for reward in rewards if reward is not None)))
+    return [wrong if reward is None else reward for reward in rewards]
+
+
 def sampled_metrics(trajectories: Sequence[Trajectory], num_generations: int) -> dict[str, float]:
     """Return the metrics of one set's sampled pass; `trajectories` has `num_generations` in a row for each prompt."""
     survivors = [t for t in trajectories if t.failure is None]
-    metrics = {"num_failed": float(len(trajectories) - len(survivors))}
-    if not survivors:
-        return metrics
-    metrics["accuracy"] = statistics.fmean(t.reward for t in survivors)
-    metrics["avg_length"] = statistics.fmean(t.num_generated_tokens for t in survivors)
+    scores = score_rollouts(trajectories)
+    metrics = {"num_failed": float(len(trajectories) - len(survivors)), "accuracy": statistics.fmean(scores)}
+    metrics |= response_fault_rates(trajectories)
     if num_generations > 1:
-        metrics[f"pass_{num_generations}"] = mean_pass_at_k(trajectories, num_generations)
+        starts = range(0, len(scores), num_generations)
+        pass_values = [pass_at_k(scores[start : start + num_generations], num_generations) for start in starts]
+        metrics[f"pass_{num_generations}"] = statistics.fmean(pass_values)
+    metrics["avg_length"] = statistics.fmean(t.num_generated_tokens for t in survivors) if survivors else 0.0
+    if survivors and len(survivors) < len(trajectories):
+        metrics["accuracy_without_failed"] = statistics.fmean(t.reward for t in survivors)
     return metrics
 
 
-def mean_pass_at_k(trajectories: Sequence[Trajectory], k: int) -> float:
-    """Return pass@k averaged over the prompts; a prompt with failures is judged by its survivors."""
-    values = []
-    for start in range(0, len(trajectories), k):
-        scores = [t.reward for t in trajectories[start : start + k] if t.failure is None]
-        if scores:
-            values.append(pass_at_k(scores, min(k, len(scores))))
-    return statistics.fmean(values)
-
-
 def greedy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean reward of the greedy pass, where a rollout survived."""
-    survivors = [t for t in trajectories if t.failure is None]
-    return {"greedy_accuracy": statistics.fmean(t.reward for t in survivors)} if survivors else {}
+    """Return the mean reward of the greedy pass, and the number of failed rollouts, which count as wrong, if any."""
+    num_failed = sum(t.failure is not None for t in trajectories)
+    metrics = {"greedy_accuracy": statistics.fmean(score_rollouts(trajectories))}
+    return metrics | ({"greedy_num_failed": float(num_failed)} if num_failed else {})
+
+
+def _log_failed(name: str, metrics: Mapping[str, float]) -> None:
+    """Log one line if rollouts of the set failed."""
+    num_failed = int(metrics["num_failed"]), int(metrics.get("greedy_num_failed", 0))
+    if any(num_failed):
+        without = metrics.get("accuracy_without_failed")
+        logger.warning(
+            "validation set %s: %d failed rollouts count as wrong (greedy pass: %d): accuracy %.4f%s",
+            name or "(no name)",
+            *num_failed,
+            metrics["accuracy"],
+            "" if without is None else f", without them {without:.4f}",
+        )
 
 
 def average_over_sets(by_set: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -109,5 +128,7 @@ def average_over_sets(by_set: dict[str, dict[str, float]]) -> dict[str, float]:
     if len(by_set) == 1:
         return dict(next(iter(by_set.values())))
     names = sorted({name for metrics in by_set.values() for name in metrics})
+    no_faults = {name: 0.0 for name in names if name.startswith("response_faults/")}  # absent from a set without them
+    by_set = {name: no_faults | metrics for name, metrics in by_set.items()}
     means = {name: statistics.fmean(m[name] for m in by_set.values() if name in m) for name in names}
     return means | {f"{s}/{name}": value for s, metrics in by_set.items() for name, value in metrics.items()}

@@ -14,16 +14,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nemo_rl.collect.files import atomic_write
-from nemo_rl.collect.profile import Comparison, Floats, Profile, Summary, iter_task_rows
-from nemo_rl.experience.records import encode_json_line
+from nemo_rl.collect.profile import Profile, Summary, iter_task_rows
+from nemo_rl.collect.profile_comparison import ProfileComparison
+from nemo_rl.collect.rollout_files import atomic_write
+from nemo_rl.collect.task_metrics import Floats
+from nemo_rl.experience.rollout_rows import encode_json_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLOT_FILE = "profile.png"
+PROFILE_FILE = "profile.json"
+TASKS_PROFILE_FILE = "profile_tasks.jsonl"
 NUM_BINS = 20
-LOG_COLUMNS = 160  # table width where the output is no terminal
+LOG_COLUMNS = 160  # table width if the output is not a terminal
 
 
 def write_plot(profile: Profile, path: Path) -> None:
@@ -79,11 +83,11 @@ def _plot_over_k(axes: "Axes", profile: Profile) -> None:
 
 
 def _scores_by_k(summary: Summary, kind: str) -> list[tuple[int, float]]:
-    """Return (k, mean) of pass@k or majority@k; k = 1 is the mean reward."""
-    means = {1: summary.scores["reward"].mean}
+    """Return (k, mean) of pass@k or majority@k; k = 1 is pass@1."""
+    means = {}
     for name, score in summary.scores.items():
-        if match := re.fullmatch(rf"{kind}@(\d+)", name):
-            means[int(match[1])] = score.mean
+        if match := re.fullmatch(rf"{kind}@(\d+)|pass@1\[.*", name):
+            means[int(match[1] or 1)] = score.mean
     points = sorted((k, mean) for k, mean in means.items() if mean is not None)
     return points if len(means) > 1 else []
 
@@ -91,10 +95,6 @@ def _scores_by_k(summary: Summary, kind: str) -> list[tuple[int, float]]:
 def _add_legend(axes: "Axes") -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small")
-
-
-PROFILE_FILE = "profile.json"
-TASKS_PROFILE_FILE = "profile_tasks.jsonl"
 
 
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def summary_table(profile: Profile) -> Table:
     return table
 
 
-def comparison_table(comparison: Comparison, first: str, second: str) -> Table:
+def comparison_table(comparison: ProfileComparison, first: str, second: str) -> Table:
     """Tabulate differences by dataset and quantity; `first` and `second` are paths or names of the collections."""
     how = "task by task" if comparison.are_paired else "of means: the tasks are not the same"
     table = Table(title=escape(f"{second} against {first}, differences {how}"))
@@ -188,6 +188,8 @@ def _summary_rows(summaries: Sequence[Summary]) -> Sequence[tuple[str, list[str]
         ("rollouts", [str(s.num_rollouts) for s in summaries]),
         ("missing", [str(s.missing) for s in summaries]),
     ]
+    if summaries[0].num_failed:
+        rows.append(("failed, wrong in pass@k", [str(s.num_failed) for s in summaries]))
     for name in summaries[0].scores:
         rows.append((name, [_format_score(name, summary) for summary in summaries]))
     for limit in summaries[0].thresholds:

@@ -14,9 +14,10 @@ from typing import Any
 from nemo_rl.collect.shards import RolloutKey
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.records import rollout_row
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
-from nemo_rl.experience.sources import run_training_rollouts
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
+from nemo_rl.experience.rollout_dispatch import run_training_rollouts
+from nemo_rl.experience.rollout_rows import rollout_row
+from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.types import Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class CollectionLimits:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """Rollouts of one call: repeats of one task, or of several where the engine wants batches."""
+    """Rollouts of one call: repeats of one task, or of several if the engine wants batches."""
 
     store: RolloutStore
     keys: tuple[RolloutKey, ...]

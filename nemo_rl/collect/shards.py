@@ -9,12 +9,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.collect.files import atomic_write
+from nemo_rl.collect.rollout_files import atomic_write
 from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.experience.records import encode_json_line
+from nemo_rl.experience.rollout_rows import encode_json_line
 
-FORMAT = 1  # of identity files
+FORMAT = 1  # version of identity files
+TASKS_FILE = "tasks.jsonl"
 MAX_DIFFERENCES_SHOWN = 20
 _NAME = re.compile(r"rollouts-rs(\d+)(?:-chunk(\d+))?")
 
@@ -53,7 +54,7 @@ class Chunk:
 class KeySpace:
     """All keys of one shard, numbered from 0: by task, then by repeat. Holds none of them in memory."""
 
-    num_tasks: int  # of the whole input
+    num_tasks: int  # tasks of the whole input
     num_repeats: int
     chunk: Chunk | None = None  # None: all tasks
 
@@ -210,9 +211,6 @@ def find_shards(directory: str | Path) -> Sequence[ShardFiles]:
     return [ShardFiles(Path(directory), name) for _, name in named]
 
 
-TASKS_FILE = "tasks.jsonl"
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """One row of the input; its index in the input is its task_index."""
@@ -228,7 +226,7 @@ class TasksSummary:
     """Size and digest of the input."""
 
     num_tasks: int
-    digest: str  # of all tasks in order; for the identity of the shards
+    digest: str  # digest of all tasks in order; part of the identity of the shards
 
 
 def write_tasks(directory: str | Path, tasks: Iterable[Task]) -> TasksSummary:
@@ -251,7 +249,7 @@ def write_tasks(directory: str | Path, tasks: Iterable[Task]) -> TasksSummary:
 
 
 def read_tasks(directory: str | Path) -> Iterator[Task]:
-    """Yield all tasks in order; none where the directory has no such file."""
+    """Yield all tasks in order; none if the directory has no such file."""
     path = Path(directory) / TASKS_FILE
     if not path.exists():
         return

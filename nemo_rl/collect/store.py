@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.collect.files import AppendOnlyFile, atomic_write, read_lines
+from nemo_rl.collect.rollout_files import AppendOnlyFile, atomic_write, read_lines
 from nemo_rl.collect.shards import KeySpace, RolloutKey, ShardFiles, ShardIdentity, find_shards
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.experience.records import encode_json_line
+from nemo_rl.experience.rollout_rows import encode_json_line
 from nemo_rl.types import Failure
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class RolloutStore:
 
     A row that `append` has returned for survives a kill of this process; against power failures everything is synced
     to the disk every 10 seconds while rows are appended, by `finish` and by `close`. Not for use from several threads.
-    Holds one byte a key.
+    Holds one byte per key.
     """
 
     def __init__(self, files: ShardFiles, identity: ShardIdentity, *, max_attempts: int) -> None:
@@ -116,7 +116,7 @@ class RolloutStore:
     def append(self, key: RolloutKey, row: Mapping[str, Any]) -> None:
         """Add a finished rollout: task_index, rollout_index and seed, followed by `row`.
 
-        ValueError for a finished key, RolloutError where the disk does not take it.
+        ValueError for a finished key, RolloutError if it cannot be written.
         """
         number = self._unfinished_number(key)
         self._rollouts.append(self._encode_line(key, row))

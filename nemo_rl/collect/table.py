@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_rl.collect.files import BLOCK_BYTES
-from nemo_rl.collect.merge import MERGED, load_shard_set
+from nemo_rl.collect.merge import MERGED
+from nemo_rl.collect.rollout_files import BLOCK_BYTES
+from nemo_rl.collect.shard_set import load_shard_set
 from nemo_rl.collect.shards import find_shards, read_tasks
 from nemo_rl.errors import ConfigError, DataError
 
@@ -38,16 +39,39 @@ class CollectionManifest:
 
 @dataclass(frozen=True, slots=True)
 class RolloutTable:
-    """T tasks by N rollouts each, N = seeds x repeats, seed by seed. 20 bytes a rollout."""
+    """T tasks by N rollouts each, N = seeds x repeats, seed by seed. 20 bytes per rollout."""
 
     manifest: CollectionManifest
-    rewards: npt.NDArray[np.float64]  # [T, N]; NaN: missing
+    rewards: npt.NDArray[np.float64]  # [T, N]; NaN: missing or failed
     tokens: npt.NDArray[np.int32]  # [T, N] generated; -1: unknown or missing
     answers: npt.NDArray[np.int64]  # [T, N] equal for equal answers; 0: none
     dataset_of_task: npt.NDArray[np.int32]  # [T] index into `datasets`
     datasets: tuple[str, ...]
     stop_reasons: Mapping[str, int] = field(default_factory=dict)
     failed_attempts: Mapping[str, int] = field(default_factory=dict)  # by class
+    is_failed: npt.NDArray[np.bool_] | None = None  # [T, N]: attempted, and failed each time; None: no rollout
+
+    @property
+    def counted_rewards(self) -> npt.NDArray[np.float64]:
+        """Return the rewards [T, N] in which a failed rollout counts as wrong."""
+        if self.is_failed is None or not self.is_failed.any():
+            return self.rewards
+        return count_failed_as_wrong(self.rewards, self.is_failed)
+
+    @property
+    def num_failed(self) -> npt.NDArray[np.int64]:
+        """Return the number of failed rollouts of each task [T]."""
+        if self.is_failed is None:
+            return np.zeros(len(self.rewards), np.int64)
+        return self.is_failed.sum(axis=1)
+
+
+def count_failed_as_wrong(
+    rewards: npt.NDArray[np.float64], is_failed: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.float64]:
+    """Return the rewards in which a failed rollout has the lowest one of all, at most 0."""
+    known = rewards[~np.isnan(rewards)]
+    return np.where(is_failed, min(0.0, known.min(initial=0.0)), rewards)
 
 
 def read_manifest(directory: str | Path, seeds: Iterable[int] | None = None) -> CollectionManifest:
@@ -93,19 +117,20 @@ class _TableReader:
         self._tokens = np.full(shape, UNKNOWN_LENGTH, np.int32)
         self._answers = np.full(shape, NO_ANSWER, np.int64)
         self._is_present = np.zeros(shape, np.bool_)
+        self._has_failed = np.zeros(shape, np.bool_)
         self._datasets: dict[str, int] = {}
         self._dataset_of_task = np.zeros(manifest.num_tasks, np.int32)
         for index, task in enumerate(read_tasks(directory)):
             if index < manifest.num_tasks:
                 self._dataset_of_task[index] = self._datasets.setdefault(task.dataset, len(self._datasets))
-        self._reads_datasets = not self._datasets  # from the rollouts, where the input is not kept
+        self._reads_datasets = not self._datasets  # read from the rollouts if the input is not kept
         self._stop_reasons: Counter[str] = Counter()
 
     def table(self) -> RolloutTable:
         for path in self._manifest.rollouts:
             for line, location in _iter_lines(path):
                 self._add(_parse_head(line, location), location)
-        failed = Counter(str(row.get("class")) for path in self._manifest.failures for row in self._failures(path))
+        failed = Counter(self._add_failure(*each) for path in self._manifest.failures for each in self._failures(path))
         if unrewarded := int((self._is_present & np.isnan(self._rewards)).sum()):
             logger.warning("%d rollouts have no reward; they count as missing", unrewarded)
         return RolloutTable(
@@ -117,17 +142,15 @@ class _TableReader:
             tuple(self._datasets) or ("",),
             dict(self._stop_reasons.most_common()),
             dict(failed.most_common()),
+            self._has_failed & ~self._is_present,
         )
 
     def _add(self, row: Mapping[str, Any], location: str) -> None:
-        manifest = self._manifest
         try:
             task, repeat, seed = row["task_index"], row["rollout_index"], row["seed"]
             if seed not in self._first_column_of_seed:
                 return  # a seed of a merged file that was not requested
-            if not (0 <= task < manifest.num_tasks and 0 <= repeat < manifest.num_repeats):
-                raise DataError(f"{location}: task {task}, rollout {repeat}: not a rollout of this collection")
-            at = task, self._first_column_of_seed[seed] + repeat
+            at = self._position(row, location)
             if self._is_present[at]:
                 raise DataError(f"{location}: rollout {repeat} of task {task} of seed {seed} is there twice")
             self._is_present[at] = True
@@ -143,12 +166,28 @@ class _TableReader:
             self._dataset_of_task[task] = self._datasets.setdefault(name, len(self._datasets))
         self._stop_reasons[str(row.get("stop_reason"))] += 1
 
-    def _failures(self, path: Path) -> Iterator[Mapping[str, Any]]:
+    def _add_failure(self, row: Mapping[str, Any], location: str) -> str:
+        """Note a failed attempt and return its class."""
+        try:
+            self._has_failed[self._position(row, location)] = True
+        except (KeyError, TypeError) as error:
+            problem = f"is no failed attempt of a collection: {type(error).__name__}: {error}"
+            raise DataError(f"{location}: {problem}") from error
+        return str(row.get("class"))
+
+    def _position(self, row: Mapping[str, Any], location: str) -> tuple[int, int]:
+        """Return the row and column of a rollout; raises DataError for one that the collection is not meant to hold."""
+        task, repeat = row["task_index"], row["rollout_index"]
+        if not (0 <= task < self._manifest.num_tasks and 0 <= repeat < self._manifest.num_repeats):
+            raise DataError(f"{location}: task {task}, rollout {repeat}: not a rollout of this collection")
+        return task, self._first_column_of_seed[row["seed"]] + repeat
+
+    def _failures(self, path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
         if path.exists():
             for line, location in _iter_lines(path):
                 row = _parse_head(line, location)
                 if row.get("seed") in self._first_column_of_seed:
-                    yield row
+                    yield row, location
 
 
 def _iter_lines(path: Path) -> Iterator[tuple[bytes, str]]:
@@ -163,7 +202,7 @@ def _iter_lines(path: Path) -> Iterator[tuple[bytes, str]]:
 
 
 def _parse_head(line: bytes, location: str) -> Mapping[str, Any]:
-    """Parse the fields before the messages, or the whole row where they are not a JSON object."""
+    """Parse the fields before the messages, or the whole row if they are not a JSON object."""
     messages = line.find(_MESSAGES)
     if messages >= 0:
         try:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypeGuard
 from nemo_rl.config import master
 from nemo_rl.config.data import DatasetConfig, check_prompt_file, name_validation_sets, resolve_dataset
 from nemo_rl.config.entry_checks import check_distillation, check_environments, check_grpo, check_scorers
-from nemo_rl.config.layout import make_layout, make_policy_layout
+from nemo_rl.config.layout_planner import make_layout, make_policy_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig, TeacherConfig, check_backend
 from nemo_rl.config.registries import ENGINES, PROCESSORS
-from nemo_rl.config.supervised import (
+from nemo_rl.config.supervised_runs import (
     DPORunConfig,
     RewardModelRunConfig,
     SFTRunConfig,
@@ -124,7 +124,7 @@ def _ranking_metric(
     example: str,
     without: str,
 ) -> RankingMetric | None:
-    """Return the metric that ranks checkpoints, None where none does; raises ConfigError unless the run computes it.
+    """Return the metric that ranks checkpoints, None if none does; raises ConfigError unless the run computes it.
 
     `extra` are names of validations that `section` adds; `example` and `without` are what the errors propose.
     """
@@ -271,7 +271,7 @@ def _check_groups(config: TrainingRunConfig) -> None:
 
 
 def _check_oversampling(config: TrainingRunConfig) -> None:
-    """Refuse an early stop where groups are not collected one by one before each step."""
+    """Refuse an early stop if groups are not collected one by one before each step."""
     factor, key = config.rollout.oversample, "rollout.oversample"
     if factor == 1:
         return
@@ -286,7 +286,7 @@ def _check_oversampling(config: TrainingRunConfig) -> None:
 
 
 def _check_validation_overlap(config: TrainingRunConfig) -> None:
-    """Refuse validations beside rollouts where scorers have the engine's device between the two."""
+    """Refuse validations beside rollouts if scorers have the engine's device between the two."""
     if config.algorithm.val_overlap and config.reward_model.shares_device:
         key = f"{config.algorithm_key}.val_overlap"
         problem = "must be false: scorers on the engine's device have their turn after the last rollout"
@@ -294,7 +294,7 @@ def _check_validation_overlap(config: TrainingRunConfig) -> None:
 
 
 def _check_sampling(config: TrainingRunConfig) -> None:
-    """Require samples that differ, and of the whole distribution where they are compared with a teacher's."""
+    """Require samples that differ, and of the whole distribution if they are compared with a teacher's."""
     generation, path = config.policy.generation, "policy.generation"
     if generation.temperature == 0:
         raise ConfigError(
@@ -332,7 +332,7 @@ def _check_engine(config: TrainingRunConfig) -> None:
 
 
 def _check_layout(config: TrainingRunConfig) -> None:
-    """Check the layout where the device is known; `auto` is resolved later, before a model loads, because it needs
+    """Check the layout if the device is known; `auto` is resolved later, before a model loads, because it needs
     torch."""
     if config.policy.device != "auto":
         make_layout(config, config.policy.device)
@@ -465,6 +465,9 @@ def _check_pair_packing(config: DPORunConfig) -> None:
 def _check_preference_loss(config: DPORunConfig) -> None:
     if config.dpo.preference_loss_weight == config.dpo.sft_loss_weight == 0:
         raise ConfigError("dpo.preference_loss_weight", 0.0, "there is no loss: this or dpo.sft_loss_weight above 0")
+    if config.dpo.label_smoothing > 0 and config.dpo.loss_type != "sigmoid":
+        problem = f"not read by dpo.loss_type: {config.dpo.loss_type}; allowed: 0"
+        raise ConfigError("dpo.label_smoothing", config.dpo.label_smoothing, problem)
 
 
 def _check_unused_keys(config: SupervisedRunConfig | RewardModelRunConfig) -> None:

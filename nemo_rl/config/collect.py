@@ -3,35 +3,38 @@
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import Field, field_validator
 
 from nemo_rl.config.checks import check_rollouts
 from nemo_rl.config.data import InputDataConfig
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.master import RolloutRunConfig
-from nemo_rl.config.policy import GenerationConfig, SamplingConfig
+from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.config.registries import ENGINES
-from nemo_rl.config.run import RolloutBoundsConfig
+from nemo_rl.config.server import ServerConfig
+from nemo_rl.config.shared_sections import RolloutBoundsConfig
+from nemo_rl.config.value_types import MAX_SEED, Seed
 from nemo_rl.errors import ConfigError
 
 HIGHEST_ATTEMPTS = 254  # the store counts attempts in one byte
+MAX_SEEDS = 100_000  # of one collection: each has a file of its own
 
 
 class CollectConfig(Section):
     """`collect`: which rollouts, and where they are stored."""
 
     output_dir: str  # a restart with the same directory resumes
-    seeds: int | str | list[int] = 0  # of the samples: "0,2,5..7"; one file each
+    seeds: int | str | list[int] = 0  # seeds of the samples, one file per seed: "0,2,5..7"
     num_repeats: int = Field(default=1, gt=0)  # rollouts per task and seed
     limit: int | None = Field(default=None, gt=0)  # tasks at most, from the start of the input
     chunk: str | None = None  # "2/4": every 4th task from task 2 on; 0/4 to 3/4 make up the whole. None: all tasks
     concurrency: int = Field(default=64, gt=0)  # rollouts at once
-    max_attempts: int = Field(default=3, ge=1, le=HIGHEST_ATTEMPTS)  # of a rollout that fails, over all starts
+    max_attempts: int = Field(default=3, ge=1, le=HIGHEST_ATTEMPTS)  # attempts at a failing rollout, over all starts
     max_failures_in_a_row: int = Field(default=100, gt=0)  # above it the collection stops: something is broken
-    max_rollout_turns: int = Field(default=1, gt=0)  # of the conversation with an environment
-    write_token_ids: bool = False  # of every message, with log-probs where sampled
+    max_rollout_turns: int = Field(default=1, gt=0)  # turns of a conversation with an environment
+    write_token_ids: bool = False  # store each message's token ids, with log-probs if sampled
 
     @property
     def all_seeds(self) -> tuple[int, ...]:
@@ -58,60 +61,6 @@ class CollectConfig(Section):
         return chunk
 
 
-class ServerConfig(Section):
-    """`server`: a running server at `address`, or an engine that is started for the collection."""
-
-    # A server that speaks OpenAI's API; several addresses are replicas.
-    address: str | list[str] | None = None  # http://host:port, with or without /v1
-    model: str | None = None  # its name on the server; None: the only one
-    api_key_env: str | None = None  # the environment variable that holds the key
-    # completions: token ids in, token ids out (vLLM). chat: messages, which the server renders itself.
-    api: Literal["auto", "completions", "chat"] = "auto"
-    requests_per_minute: float | None = Field(default=None, gt=0)  # sent to the server at most; None: no limit
-    tokens_per_minute: float | None = Field(default=None, gt=0)  # of prompts and responses at most; None: no limit
-
-    # The engine; errors beside `address`.
-    backend: str = "vllm"  # an entry of ENGINES; hf: transformers, slow and exactly repeatable
-    tensor_parallel_size: int = Field(default=1, gt=0)  # GPUs of one copy of the model
-    data_parallel_size: int = Field(default=1, gt=0)  # copies of the model, by vLLM's own data parallelism
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)  # share of a GPU's memory for weights and KV cache
-    kv_cache_memory_bytes: int | None = Field(default=None, gt=0)  # None on CUDA: by utilization; on a CPU: 512 MiB
-    max_model_len: int | None = Field(default=None, gt=0)  # None: policy.max_total_sequence_length
-    max_num_seqs: int | None = Field(default=None, gt=0)  # None: 256
-    enforce_eager: bool | None = None  # None: true on a CPU, false on CUDA
-    enable_prefix_caching: bool = True  # reuse the KV cache of tokens that several requests begin with
-    trust_remote_code: bool = False  # run Python code that comes with the model
-    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)  # handed to vLLM's engine arguments as they are
-
-    OF_ADDRESS: ClassVar[tuple[str, ...]] = ("model", "api_key_env", "api", "requests_per_minute", "tokens_per_minute")
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """The server's addresses; empty where an engine is started."""
-        if self.address is None:
-            return ()
-        return (self.address,) if isinstance(self.address, str) else tuple(self.address)
-
-    @property
-    def misplaced(self) -> tuple[str, ...]:
-        """Keys that were set without effect: an engine's beside an address, a server's without one."""
-        engine_keys = tuple(name for name in type(self).model_fields if name not in ("address", *self.OF_ADDRESS))
-        wrong = self.OF_ADDRESS if self.address is None else engine_keys
-        return tuple(name for name in wrong if name in self.model_fields_set)
-
-    def engine(self, sampling: SamplingConfig) -> GenerationConfig:
-        """Return the engine as training recipes describe one; raises ConfigError for what it cannot be."""
-        section: type[GenerationConfig] = ENGINES.section(self.backend, key="server.backend")  # type: ignore[assignment]
-        return section.from_server(self, sampling)
-
-    @model_serializer(mode="wrap")
-    def _serialize_relevant_keys(self, values: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out keys without effect, so that a resolved recipe can be read again."""
-        written = values(self)
-        kept = {"address", *self.OF_ADDRESS} if self.address is not None else written.keys() - set(self.OF_ADDRESS)
-        return {name: value for name, value in written.items() if name in kept}
-
-
 class SampledRunConfig(RolloutRunConfig):
     """Rollouts of a model that is only sampled: the base of `nemo-rl collect` and examples/run_eval.py."""
 
@@ -131,6 +80,12 @@ class SampledRunConfig(RolloutRunConfig):
     @property
     def max_rollout_turns(self) -> int:
         return self.collection.max_rollout_turns
+
+    @property
+    def engine(self) -> GenerationConfig:
+        """Return the engine that is started, as training recipes describe one; raises ConfigError if it cannot be."""
+        section: type[GenerationConfig] = ENGINES.section(self.server.backend, key="server.backend")  # type: ignore[assignment]
+        return section.from_server(self.server, self.policy.generation)
 
 
 class CollectRunConfig(SampledRunConfig):
@@ -153,6 +108,8 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         low, high = int(first), int(last if separator else first)
         if high < low:
             raise ValueError(f"{part!r}: from a seed to one that is not smaller")
+        if high - low >= MAX_SEEDS or high > MAX_SEED:
+            raise ValueError(f"{part!r}: at most {MAX_SEEDS} seeds, each at most {MAX_SEED}")
         seeds.update(range(low, high + 1))
     return tuple(sorted(seeds))
 
@@ -198,7 +155,7 @@ def _check_server(config: SampledRunConfig) -> None:
         if not address.startswith(("http://", "https://")):
             raise ConfigError("server.address", address, "must begin with http:// or https://")
     if server.address is None:
-        server.engine(config.policy.generation)
+        _ = config.engine
     total, longest = config.policy.max_total_sequence_length, server.max_model_len
     if longest is not None and longest < total:
         raise ConfigError(
@@ -213,18 +170,18 @@ def _check_logger(config: SampledRunConfig) -> None:
 
 
 class EvaluationConfig(Section):
-    """`eval`, with NeMo-RL's names where it has them."""
+    """`eval`, with NeMo-RL's names if it has them."""
 
     metric: Literal["pass@1", "pass@k", "cons@k"] = "pass@k"  # printed last; cons@k: majority vote
     num_tests_per_prompt: int = Field(default=1, gt=0)  # rollouts of each task
     k_value: int | None = Field(default=None, gt=0)  # None: num_tests_per_prompt
-    seed: int = Field(default=42, ge=0)  # of the samples
+    seed: Seed = 42  # seeds the samples
     baseline: str | None = None  # another model or checkpoint to compare with
     output_dir: str = "evaluations"  # one directory per model; a restart resumes or reads it
     limit: int | None = Field(default=None, gt=0)  # tasks at most
     concurrency: int = Field(default=64, gt=0)  # rollouts at once
-    max_attempts: int = Field(default=3, ge=1, le=HIGHEST_ATTEMPTS)  # of a rollout that fails
-    max_rollout_turns: int = Field(default=1, gt=0)  # of the conversation with an environment
+    max_attempts: int = Field(default=3, ge=1, le=HIGHEST_ATTEMPTS)  # attempts at a failing rollout
+    max_rollout_turns: int = Field(default=1, gt=0)  # turns of a conversation with an environment
 
     @property
     def k(self) -> int:

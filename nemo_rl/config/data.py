@@ -1,27 +1,31 @@
 """`data`: the datasets of training and validation, or those of a collection.
 
 All datasets share one section, since `data.default` holds keys for every dataset whatever its entry; what an entry
-requires and knows is in its `DatasetEntry` (nemo_rl/data/sources.py, nemo_rl/data/nemo_gym.py).
+requires and knows is in its `DatasetEntry`: data/row_sources.py, public_datasets.py, reasoning_gym_rows.py,
+nemo_gym_dataset.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
 from nemo_rl.config.kinds import Entry, Section
 from nemo_rl.config.registries import DATASETS
+from nemo_rl.config.value_types import Copies, Seed
 from nemo_rl.errors import ConfigError
 from nemo_rl.recipes import find_prompt
+
+Overlong: TypeAlias = Literal["mask", "drop", "refuse"]
 
 
 class DatasetConfig(Section):
     """One dataset; a key that is None is taken from what its entry knows, then from `data.default`."""
 
     dataset_name: str | None = None  # the name of a built-in or registered entry, or a dotted path
-    name: str | None = None  # in metrics; None: dataset_name, numbered where it is not unique
+    name: str | None = None  # in metrics; None: dataset_name, numbered if it is not unique
     data_path: str | None = None  # jsonl, nemo_gym: a file; huggingface: a hub name or a directory
     subset: str | None = None  # huggingface: the name of the dataset's configuration
     split: str | None = None  # huggingface; None: "train"
@@ -35,8 +39,8 @@ class DatasetConfig(Section):
     size: int | None = Field(default=None, gt=0)  # maximum number of rows (reasoning_gym: rows generated)
     # Rows held out of a training dataset as a validation set: a share below 1, or a number of rows.
     split_validation_size: float | None = Field(default=None, ge=0)
-    repeat: int | None = Field(default=None, gt=0)  # copies of the dataset in its blend; None: one
-    seed: int | None = None  # of generated rows; None: from grpo.seed and the dataset's index
+    repeat: Copies | None = None  # copies of the dataset in its blend; None: one
+    seed: Seed | None = None  # seeds generated rows; None: from grpo.seed and the dataset's index
     agent_name: str | None = None  # nemo_gym: the agent of rows that name none
     env_name: str | None = None  # a key of `env`; None: the environment that the entry names
     processor: str | None = None  # a built-in or registered name, or a dotted path; None: by the row's shape
@@ -51,10 +55,11 @@ NO_DEFAULTS = DatasetConfig.with_defaults()
 class DatasetEntry(Entry[DatasetConfig]):
     """A dataset that `dataset_name` may name; `make(section, seed)` returns its rows."""
 
-    env_name: str = "math"  # the environment of its prompts where the section names none
+    env_name: str = "math"  # the environment of its prompts if the section names none
     defaults: DatasetConfig = NO_DEFAULTS  # values of its section, below the recipe's own and above `data.default`
     sft_defaults: DatasetConfig = NO_DEFAULTS  # in supervised training, above `defaults`
     reads_lines: bool = False  # its rows are the lines of `data_path`, which can stay in the file
+    reads_tables: bool = False  # `make` returns a data.table_rows.Table, whose rows can stay in their files
     has_choices: bool = False  # questions with lettered options; a prompt without {} comes before them
     make_pairs: Callable[[DatasetConfig, int], Iterable[Any]] | None = None  # rows of pairs; None: those of `make`
     open_prompts: Callable[..., Any] | None = None  # (section, name, key=...): lazy prompts; None: the processor's
@@ -88,6 +93,9 @@ class DataConfig(BaseDataConfig):
     dataset_fields: ClassVar[tuple[str, ...]] = ("train", "validation")
 
     shuffle: bool = True  # draw the training prompts in a new order each epoch
+    # Training prompts above max_input_seq_length. drop: the next prompt takes its place; mask: it keeps its place in
+    # the step, with no weight in the loss (NeMo-RL); refuse: all prompts are rendered at start, and one ends the run.
+    overlong: Overlong = "drop"
     disjoint: bool = True  # drop training prompts that occur in a validation dataset
     train: DatasetConfig | list[DatasetConfig]
     validation: DatasetConfig | list[DatasetConfig] | None = None
@@ -107,7 +115,7 @@ class InputDataConfig(BaseDataConfig):
     dataset_fields: ClassVar[tuple[str, ...]] = ("input",)
 
     input: DatasetConfig | list[DatasetConfig]  # concatenated: a task's index counts over all datasets
-    seed: int = 42  # of generated rows, for datasets that name none
+    seed: Seed = 42  # seeds generated rows of datasets without a seed
 
 
 def find_dataset(name: str, *, key: str) -> DatasetEntry:

@@ -71,12 +71,19 @@ def check_policy_gradient(
                 f"{key}.{name}", value, f"has no meaning with {key}.type: {section.type}; allowed: {allowed}"
             )
     _check_truncation(key, section)
+    _check_ratio_against(key, section)
+    if section.use_on_policy_kl_approximation and section.reference_policy_kl_gradient != "score_function":
+        problem = f"weights the score function, which {key}.reference_policy_kl_gradient leaves out; allowed: false"
+        raise ConfigError(f"{key}.use_on_policy_kl_approximation", True, problem)
     if section.trajectory_token_divisor is not None and section.token_level_loss:
         raise ConfigError(
             f"{key}.trajectory_token_divisor",
             section.trajectory_token_divisor,
             f"divides the sum over a trajectory, which {key}.token_level_loss: true does not form; allowed: null",
         )
+    if section.use_kl_in_reward and section.reference_policy_kl_gradient != "score_function":
+        problem = f"has no meaning with {key}.use_kl_in_reward, whose KL has no gradient; allowed: score_function"
+        raise ConfigError(f"{key}.reference_policy_kl_gradient", section.reference_policy_kl_gradient, problem)
     if section.use_kl_in_reward and section.reference_policy_kl_penalty == 0:
         raise ConfigError(f"{key}.reference_policy_kl_penalty", 0.0, "use_kl_in_reward needs a weight above 0")
     if not isinstance(config, GRPORunConfig):
@@ -88,10 +95,13 @@ def check_policy_gradient(
             True,
             f"holds for one optimizer step a batch: policy.train_global_batch_size must be {num_samples}",
         )
+    if section.ratio_clip_max < section.ratio_clip_min < 1:  # 1: no lower bound
+        problem = f"must be at least {key}.ratio_clip_min = {section.ratio_clip_min}"
+        raise ConfigError(f"{key}.ratio_clip_max", section.ratio_clip_max, problem)
 
 
 def _check_truncation(key: str, section: PolicyGradientLossConfig) -> None:
-    """Raise ConfigError for a truncation without its upper bound; the lower one is 0 where it is not set."""
+    """Raise ConfigError for a truncation without its upper bound; the lower one is 0 if it is not set."""
     prefix = f"{key}.truncated_importance_sampling"
     high, low = section.truncated_importance_sampling_ratio, section.truncated_importance_sampling_ratio_min
     kind = section.truncated_importance_sampling_type or "tis"
@@ -106,6 +116,16 @@ def _check_truncation(key: str, section: PolicyGradientLossConfig) -> None:
         raise ConfigError(f"{prefix}_ratio", None, f"required by {prefix}_type: {kind}")
     if low is not None and low > high:
         raise ConfigError(f"{prefix}_ratio_min", low, f"must be at most the upper bound {high}")
+
+
+def _check_ratio_against(key: str, section: PolicyGradientLossConfig) -> None:
+    """Raise ConfigError for options that a ratio against the engine's log-probs makes meaningless, or wrong twice."""
+    if section.ratio_against == "prev":
+        return
+    for name in ("use_importance_sampling_correction", "force_on_policy_ratio"):
+        if getattr(section, name):
+            problem = f"{key}.ratio_against: generation corrects for the engine by the ratio; allowed: false"
+            raise ConfigError(f"{key}.{name}", True, problem)
 
 
 def _check_entry(kind: Kind, key: str, section: Section, config: Any) -> None:
@@ -196,11 +216,19 @@ def check_scorers(config: RolloutRunConfig) -> None:
 def check_agent_runner(key: str, section: AgentRunnerConfig, config: RolloutRunConfig) -> None:
     """Raise ConfigError for wrappers, for `scored_by` that names no environment, and for a deadline beyond a limit."""
     reject_wrappers(key, section, "agents run one prompt each; allowed: false")
+    check_reward_range(key, section)
     environments = [name for name, other in config.env.items() if not isinstance(other, RolloutRunnerConfig)]
     if section.scored_by is not None and section.scored_by not in environments:
         problem = f"no entry of env that is an environment{suggest_name(section.scored_by, environments)}"
         raise ConfigError(f"{key}.scored_by", section.scored_by, problem)
     check_session_timeout(key, section.timeout_s, config)
+
+
+def check_reward_range(key: str, section: RolloutRunnerConfig) -> None:
+    """Raise ConfigError for a range of rewards that is empty."""
+    if section.reward_min >= section.reward_max:
+        problem = f"must be below {key}.reward_max = {section.reward_max:g}"
+        raise ConfigError(f"{key}.reward_min", section.reward_min, problem)
 
 
 def require_package(key: str, value: str, package: str, extra: str) -> None:

@@ -3,12 +3,14 @@
 The entries own their sections: environments/, environments/scorers/, environments/nemo_gym/ and experience/agents.py.
 """
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from nemo_rl.config.kinds import Section
+from nemo_rl.config.layout import Device
 from nemo_rl.config.policy import ServedModelConfig
+from nemo_rl.config.value_types import Processes, Seconds
 
 
 class BatchingConfig(Section):
@@ -25,7 +27,7 @@ class RemoteConfig(Section):
     """Placement of the environment in Ray actors."""
 
     enabled: bool = False  # run the environment in Ray actors; false: in the driver's process
-    num_actors: int = Field(default=1, gt=0)  # that share the calls
+    num_actors: Processes = 1  # that share the calls
     max_concurrency: int = Field(default=16, gt=0)  # concurrent calls in each actor
 
 
@@ -35,12 +37,15 @@ class EnvironmentConfig(Section):
     has_own_rewards: ClassVar[bool] = True  # False: the rewards are those of `scorers` alone
 
     type: str | None = None  # a built-in or registered name, or a dotted path; None: the entry's own name
-    timeout_s: float = Field(default=120.0, gt=0)  # per call
+    timeout_s: Seconds = 120.0  # per call
     batching: BatchingConfig = BatchingConfig.with_defaults()
     remote: RemoteConfig = RemoteConfig.with_defaults()
     isolated: bool = False  # in processes of this machine, replaced when they die or exceed `timeout_s`
-    isolated_workers: int = Field(default=2, gt=0)  # processes, each with a copy
+    sandboxed: bool = False  # isolated, and able to compute alone: no files, network, secrets, processes or threads
+    isolated_workers: Processes = 2  # processes, each with a copy
     scorers: list[str] = Field(default_factory=list)  # entries of `scorers` whose scores are added at the end
+    # reward of a rollout that a limit cuts off before its environment gave any; null: none, and no place in a baseline
+    truncated_reward: float | None = Field(default=0.0, allow_inf_nan=False)
 
 
 class RolloutRunnerConfig(EnvironmentConfig):
@@ -49,12 +54,14 @@ class RolloutRunnerConfig(EnvironmentConfig):
     has_stack: ClassVar[bool] = False  # True: rows name agents of a stack, which opens once the gateway serves
 
     max_concurrency: int = Field(default=64, gt=0)  # concurrent rollouts
+    reward_min: float = Field(default=-100.0, allow_inf_nan=False)  # a lower reward, or sum of them, fails the rollout
+    reward_max: float = Field(default=100.0, allow_inf_nan=False)  # so does a higher one
 
 
 class AgentRunnerConfig(RolloutRunnerConfig):
-    """Base of agents: entries whose sessions with the gateway this program opens, one a rollout."""
+    """Base of agents: entries whose sessions with the gateway this program opens, one per rollout."""
 
-    scored_by: str | None = None  # the entry of `env` that scores rollouts without a reward
+    scored_by: str | None = None  # the entry of `env` whose rewards count; None: those that the agent gives
 
 
 class CustomEnvironmentConfig(EnvironmentConfig):
@@ -67,13 +74,13 @@ class ScorerConfig(Section):
     """Keys of every entry of `scorers`."""
 
     type: str | None = None  # a built-in or registered name, or a dotted path; None: the entry's own name
-    weight: float = 1.0  # of the score in the reward
+    weight: float = 1.0  # weight of the score in the reward
 
 
 class BatchedScorerConfig(ScorerConfig):
     """Base of scorers that are called with several rollouts at once."""
 
-    timeout_s: float = Field(default=120.0, gt=0)  # per call
+    timeout_s: Seconds = 120.0  # per call
     batching: BatchingConfig = BatchingConfig.with_defaults(enabled=True, max_batch_size=16)
 
     @property
@@ -87,16 +94,25 @@ class ModelScorerConfig(BatchedScorerConfig):
 
     model_name: str  # a Hugging Face name or a directory
     in_actor: bool = True  # False: on a thread of the trainer's process, whose time it takes
-    num_replicas: int = Field(default=1, gt=0)  # actors; a request goes to the least busy one
+    num_replicas: Processes = 1  # actors; a request goes to the least busy one
+    # auto: the run's; if no other model computes in it, cuda if there is a GPU
+    device: Literal["auto", "cpu", "cuda"] = "auto"
 
     @property
     def max_calls(self) -> int:
         """Return the limit of concurrent calls: a replica computes one at a time."""
         return self.num_replicas if self.batching.max_calls is None else self.batching.max_calls
 
-    def with_replicas(self, num_replicas: int) -> Self:
-        """Return the section with this many actors, one on each slot of the pool."""
-        return self.model_copy(update={"in_actor": True, "num_replicas": num_replicas})
+    def place(self, device: Device | None, *, num_slots: int) -> Self:
+        """Return the section with its device, and with an actor on each slot of the pool if there is one.
+
+        `device` is that of the run, None if no other model computes in it. On cuda an actor without a slot looks for a
+        GPU itself, since Ray may have put it on a node without one.
+        """
+        knows_device = device == "cpu" or not self.in_actor or num_slots > 0
+        chosen = {"device": device} if self.device == "auto" and device is not None and knows_device else {}
+        replicas = {"in_actor": True, "num_replicas": num_slots} if num_slots else {}
+        return self.model_copy(update=chosen | replicas)
 
 
 class EndpointScorerConfig(ScorerConfig, ServedModelConfig):

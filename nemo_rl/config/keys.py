@@ -14,10 +14,26 @@ from pydantic.fields import FieldInfo
 from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.recipe_files import at
-from nemo_rl.errors import CombinedConfigError, ConfigError
+from nemo_rl.config.value_types import MAX_SEED
+from nemo_rl.errors import ConfigError
 
 Path: TypeAlias = Sequence[str | int]
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")  # an interpolation of one key and nothing else
+MAX_COUNT = 10**15  # bound of every number but seeds: beyond what any machine holds
+# Mappings and lists whose values are for others, who may use blank texts and any float.
+OWN_WORDS = frozenset(
+    {
+        "kwargs",
+        "task_kwargs",
+        "env_vars",
+        "vllm_kwargs",
+        "stop_strings",
+        "chat_template_kwargs",
+        "args",
+        "command",
+        "hf_config_overrides",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +43,8 @@ class SchemaNode:
     section: type[Section] | None = None  # a mapping whose keys are known
     values: Any = None  # the annotation of a free mapping's values; None: no free mapping
     items: Any = None  # the annotation of a list's items; None: no list
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of a free mapping
-    kind: Kind | None = None  # of the section, or of the sections that the mapping's values are
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of a free mapping
+    kind: Kind | None = None  # kind of the section, or of the mapping's values
     entry_name: str | None = None  # the entry of the kind whose section this is
 
     @property
@@ -188,33 +204,34 @@ def reject_booleans(raw: Any, validated: Any, path: Path = ()) -> None:
             reject_booleans(item, own, (*path, index))
 
 
-MAX_SEED = 2**63 - 1
-MAX_COUNT = 10**15  # of anything but a seed: beyond what any machine holds
+def reject_unusable_values(value: Any, path: Path = ()) -> None:
+    """Raise ConfigError for values that no key can use: libraries would fail on them later, or never end.
 
-
-def reject_huge_numbers(value: Any, path: Path = ()) -> None:
-    """Raise ConfigError for a number that nothing can count: libraries would fail on it later, or never end."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            reject_huge_numbers(item, (*path, name))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            reject_huge_numbers(item, (*path, index))
-    elif isinstance(value, float) and "kwargs" in path and not math.isfinite(value):  # the schema refuses others
+    Numbers beyond what any machine holds, numbers that are not finite, and texts that are blank or have a null
+    character.
+    """
+    if isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            reject_unusable_values(item, (*path, name))
+    elif isinstance(value, str) and "\0" in value:
+        raise ConfigError(dotted(path), value, "has a null character; allowed: other characters")
+    elif isinstance(value, str) and value.isspace() and not OWN_WORDS.intersection(path):
+        raise ConfigError(dotted(path), value, "is blank; allowed: a text, or null for no value")
+    elif isinstance(value, float) and not math.isfinite(value):  # in free mappings; the schema refuses others
+        if "hf_config_overrides" in path:  # as some models' configurations have
+            return
         raise ConfigError(dotted(path), value, "must be a finite number")
-    elif isinstance(value, int):
+    elif isinstance(value, int | float):
         limit = MAX_SEED if "seed" in str(path[-1]) else MAX_COUNT
-        if abs(value) > limit:
+        if abs(value) > limit and not (isinstance(value, float) and OWN_WORDS.intersection(path)):
             raise ConfigError(dotted(path), value, f"is too large; allowed: at most {limit}")
 
 
 def name_source(error: ConfigError, raw: Any) -> ConfigError:
-    """Return the error under the key that holds the value, where its own key only refers to that one.
+    """Return the error under the key that holds the value, if its own key only refers to that one.
 
     Example: with `b: ${a}`, what is wrong with b is told of a, "read by b".
     """
-    if isinstance(error, CombinedConfigError):
-        return error
     key, readers = error.key, []
     while key not in readers and isinstance(value := at(raw, key.split(".")), str) and "${" in value:
         readers.append(key)

@@ -8,10 +8,12 @@ are named by dotted path and need no change here.
 """
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar, get_origin
 
@@ -20,13 +22,25 @@ from pydantic_core import CoreSchema, core_schema
 
 from nemo_rl.errors import ConfigError, suggest_name
 
+# Functions that may know what became of a module or name that a user's code cannot import.
+IMPORT_EXPLAINERS = ("nemo_rl.compat.python_names:explain_import",)
+
 
 class Section(BaseModel):
     """One mapping of the YAML. Unknown keys are refused; nothing changes after validation."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True, str_min_length=1
     )
+    # of a whole configuration: the recipe's text of each value that depends on the environment, by path
+    _environment_texts: Mapping[tuple[str, ...], str] = {}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Let texts be empty in sections of a user's own."""
+        super().__pydantic_init_subclass__(**options)
+        if not cls.__module__.startswith("nemo_rl."):
+            cls.model_config = {**cls.model_config, "str_min_length": 0}
 
     @classmethod
     def with_defaults(cls, **values: Any) -> Self:
@@ -35,6 +49,15 @@ class Section(BaseModel):
         Unlike a call of the class this validates nothing, and so builds no validator, which takes milliseconds each.
         """
         return cls.model_construct(**values)
+
+    def set_environment_texts(self, texts: Mapping[tuple[str, ...], str]) -> None:
+        """Keep the recipe's texts of values that depend on the environment; for `config/loading.py` alone."""
+        self._environment_texts = texts
+
+    @property
+    def environment_texts(self) -> Mapping[tuple[str, ...], str]:
+        """Return the recipe's text of each value that depends on the environment, by path."""
+        return self._environment_texts
 
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -75,6 +98,12 @@ class Kind:
         """Return the names that a configuration may use, built in first."""
         return (*self.built_in, *self.registered)
 
+    @property
+    def installed(self) -> tuple[str, ...]:
+        """Return the built-in names whose package exists: leaves such as environments/ecosystem/ may be deleted."""
+        packages = {name: path.partition(":")[0].rpartition(".")[0] for name, path in self.built_in.items()}
+        return tuple(name for name, package in packages.items() if importlib.util.find_spec(package) is not None)
+
     def register(self, name: str) -> Callable[[TargetT], TargetT]:
         """Return a decorator that makes an `Entry`, a class or a function known under `name` in this process."""
 
@@ -85,6 +114,19 @@ class Kind:
             return target
 
         return add
+
+    @contextmanager
+    def registered_for(self, name: str, target: Any) -> Iterator[None]:
+        """Make `target` known under `name` while the block runs, in place of what has this name."""
+        before = self.registered.get(name)
+        self.registered[name] = target
+        try:
+            yield
+        finally:
+            if before is None:
+                del self.registered[name]
+            else:
+                self.registered[name] = before
 
     def entry(self, name: str, *, key: str) -> Entry[Any]:
         """Return the entry called `name`; raises ConfigError for `key` where there is none.
@@ -200,8 +242,23 @@ def import_path(key: str, path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        raise ConfigError(key, path, f"module {module_name!r} cannot be imported: {error}") from error
+        problem = f"module {module_name!r} cannot be imported: {error}"
+        known = [explain(error) for explain in load_optional(IMPORT_EXPLAINERS)]
+        raise ConfigError(key, path, " ".join([problem, *filter(None, known)])) from error
     if not hasattr(module, attribute):
         public = [name for name in vars(module) if not name.startswith("_")]
         raise ConfigError(key, path, f"module {module_name!r} has no {attribute!r}{suggest_name(attribute, public)}")
     return getattr(module, attribute)
+
+
+def load_optional(paths: Iterable[str]) -> Iterator[Any]:
+    """Yield what the dotted paths name, without those whose module is not installed."""
+    for path in paths:
+        module_name, _, attribute = path.partition(":")
+        try:
+            is_installed = importlib.util.find_spec(module_name) is not None
+        except ModuleNotFoundError:  # its package is not installed either
+            is_installed = False
+        if is_installed:
+            module = importlib.import_module(module_name)
+            yield getattr(module, attribute) if attribute else module

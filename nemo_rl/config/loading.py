@@ -1,12 +1,13 @@
 """Loading: from a recipe and the command line to a checked configuration.
 
-`defaults:` files are merged below the recipe, overrides above it; then interpolations are resolved, NeMo-RL's keys
-translated or removed, and the rest validated by the schema and by the cross-section checks.
+`defaults:` files are merged below the recipe, overrides above it; then interpolations are resolved, other programs'
+recipes translated, and the rest validated by the schema and by the cross-section checks.
 """
 
 import copy
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -15,7 +16,6 @@ from pydantic import ValidationError
 
 from nemo_rl.config.checks import check, check_reward_model, check_supervised
 from nemo_rl.config.collect import CollectRunConfig, EvalRunConfig, check_evaluation, check_sampled, quote_seeds
-from nemo_rl.config.compatibility import Report, find_cause
 from nemo_rl.config.keys import (
     ERROR_MESSAGES,
     UNKNOWN_KEY,
@@ -24,27 +24,31 @@ from nemo_rl.config.keys import (
     make_schema_error,
     name_source,
     reject_booleans,
-    reject_huge_numbers,
+    reject_unusable_values,
     sections_in,
 )
 from nemo_rl.config.keys import Path as KeyPath
 from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig
 from nemo_rl.config.overrides import apply_override, merge_layers
-from nemo_rl.config.recipe_files import at, escape_interpolations, names_below, read_layer, resolve_interpolations
-from nemo_rl.config.supervised import DPORunConfig, RewardModelRunConfig, SFTRunConfig, SupervisedRunConfig
-from nemo_rl.config.translation import (
-    FAMILIES,
+from nemo_rl.config.recipe_files import (
+    COMMANDS,
     Family,
-    copy_moved_keys,
+    at,
+    find_environment_values,
     find_family,
-    remove_moved_keys,
-    translate,
+    names_below,
+    read_layer,
+    resolve_interpolations,
+    unresolve,
 )
-from nemo_rl.errors import ConfigError, raise_config_errors
+from nemo_rl.config.supervised_runs import DPORunConfig, RewardModelRunConfig, SFTRunConfig, SupervisedRunConfig
+from nemo_rl.config.translators import recipe_translators
+from nemo_rl.errors import ConfigError, flatten_config_errors, raise_config_errors
 
-MAX_PROBLEMS = 500  # of one recipe's schema
-COMMANDS = {"distillation": "distill"}  # by the algorithm's section, where the two have different names
+logger = logging.getLogger(__name__)
+
+MAX_PROBLEMS = 500  # schema problems reported per recipe
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 
@@ -68,7 +72,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, allow_unsupported:
     """Load the configuration of `examples/run_grpo.py` from a recipe with overrides in Hydra's grammar.
 
     Raises ConfigError for all problems at once. With `allow_unsupported`, keys of NeMo-RL's recipes that only concern
-    layout, scale or speed are removed where they are not supported. Notes are logged.
+    layout, scale or speed are removed if they are not supported. Notes are logged.
 
     Example: `load_config(find_recipe("quickstart"), ["grpo.max_num_steps=2"])`
     """
@@ -148,6 +152,7 @@ def load_eval_config(path: Path, overrides: Sequence[str] = (), *, allow_unsuppo
 def resolved_yaml(config: Section) -> str:
     """Return every key with its value, as YAML that `load_config` reads to an equal configuration.
 
+    Values that depend on the environment are the recipe's text, `${oc.env:NAME}`, which a second load resolves again.
     The algorithm's own sections come first. Datasets show only the keys that are set; the others come from
     `data.default` or from the dataset's preset.
     """
@@ -160,7 +165,12 @@ def resolved_yaml(config: Section) -> str:
         values["data"] |= {name: set_values[name] for name in names if name in set_values}
     declared = (name for cls in type(config).__mro__ for name in vars(cls).get("__annotations__", {}))
     own_first = {name: values[name] for name in dict.fromkeys(declared) if name in values}
-    return OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(own_first)))
+    return OmegaConf.to_yaml(OmegaConf.create(unresolve(own_first, config.environment_texts, escaped=True)))
+
+
+def shown_values(config: Section) -> dict[str, Any]:
+    """Return every key with its value for loggers, as JSON: what depends on the environment is the recipe's text."""
+    return unresolve(config.model_dump(mode="json"), config.environment_texts)
 
 
 @_without_pydantic_plugins()
@@ -178,22 +188,27 @@ def read_config(
 
     Raises ConfigError that lists every obstacle.
     """
-    raw = _read_raw(schema, path, overrides)
+    raw = read_raw(schema, path, overrides)
     resolved = resolve_interpolations(raw, Path(path))
+    texts = find_environment_values(raw, resolved)
     _check_family(resolved, family, schema)
-    report = Report(allow_unsupported)
-    _translate(resolved, family, report)
+    translations = [
+        translator.translate_resolved(resolved, family, allow_unsupported=allow_unsupported)
+        for translator in recipe_translators()
+    ]
     prepare(resolved)
     config, found = _validate_all(schema, resolved)
-    problems = [*report.problems, *found]
+    problems = [*(problem for translation in translations for problem in translation.problems), *found]
     if config is not None:
         try:
             check_config(config)
         except ConfigError as error:
             problems.append(error)
-    raise_config_errors(name_source(problem, raw) for problem in problems)
+    raise_config_errors(_name_text(name_source(one, raw), texts) for one in flatten_config_errors(problems))
     assert config is not None
-    report.show()
+    config.set_environment_texts(texts)
+    for line in (line for translation in translations for line in translation.lines()):
+        logger.warning("%s", line)
     return config
 
 
@@ -203,64 +218,39 @@ def read_overrides(schema: type[ConfigT], overrides: Sequence[str]) -> ConfigT:
     raw: dict[str, Any] = {}
     for text in overrides:
         apply_override(raw, text, schema)
-    config, problems = _validate_all(schema, resolve_interpolations(raw))
-    raise_config_errors(problems)
+    resolved = resolve_interpolations(raw)
+    texts = find_environment_values(raw, resolved)
+    config, problems = _validate_all(schema, resolved)
+    raise_config_errors(_name_text(problem, texts) for problem in problems)
     assert config is not None
+    config.set_environment_texts(texts)
     return config
 
 
-def format_translation(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> str:
-    """Return a recipe of NeMo-RL in this project's terms, as YAML; comments say what was removed and why."""
-    from omegaconf import OmegaConf
-
-    resolved, report = translate_recipe(path, overrides, allow_unsupported=allow_unsupported)
-    refused = [f"refused: {error}" for error in report.problems]
-    comments = "".join(f"# {line}\n" for line in (f"translated from {Path(path).name}", *report.lines(), *refused))
-    return comments + OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(resolved)))
-
-
-def translate_recipe(path: Path, overrides: Sequence[str], *, allow_unsupported: bool) -> tuple[dict[str, Any], Report]:
-    """Return a recipe in this project's terms, not validated, and what became of its keys.
-
-    Raises ConfigError for a recipe of an algorithm that this project does not have.
-    """
-    resolved = resolve_interpolations(_read_raw(GRPORunConfig, path, overrides), path)
-    family = find_family(resolved)
-    if family is None:
-        found = "ppo" if "ppo" in resolved else None
-        problem = find_cause(found).text if found else f"no algorithm: one of the sections {', '.join(FAMILIES)}"
-        raise ConfigError(found or "config", str(path), problem)
-    report = Report(allow_unsupported)
-    _translate(resolved, family, report)
-    return resolved, report
-
-
-def _read_raw(schema: type[Section], path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def read_raw(schema: type[Section], path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a recipe merged over the files below it and with its overrides, before interpolations are resolved."""
     raw = merge_layers(None, _read_recipe(Path(path), ()))
     for text in overrides:
         apply_override(raw, text, schema)
     return raw
 
 
+def _name_text(error: ConfigError, texts: Mapping[tuple[str, ...], str]) -> ConfigError:
+    """Return the error with the recipe's text in place of a value that depends on the environment."""
+    value = unresolve(error.value, texts, tuple(error.key.split(".")))
+    return ConfigError(error.key, value, error.problem, known=error.known)
+
+
 def _check_family(resolved: dict[str, Any], family: Family, schema: type[Section]) -> None:
     """Raise ConfigError for a recipe of another command."""
     found = find_family(resolved)
     if found is not None and family not in resolved and found not in schema.model_fields:
-        own, other = (COMMANDS.get(name, name) for name in (family, found))
-        problem = f"unknown key of `nemo-rl {own}`: it belongs to recipes of `nemo-rl {other}`"
+        problem = f"unknown key of `nemo-rl {COMMANDS[family]}`: it belongs to recipes of `nemo-rl {COMMANDS[found]}`"
         raise ConfigError(found, resolved[found], problem)
 
 
-def _translate(resolved: dict[str, Any], family: Family, report: Report) -> None:
-    remove_moved_keys(resolved)
-    try:
-        translate(resolved, family, report)
-    except ConfigError as error:
-        report.problems.append(error)
-
-
 def _validate_all(schema: type[ConfigT], resolved: dict[str, Any]) -> tuple[ConfigT | None, list[ConfigError]]:
-    """Return the configuration with all problems of the schema; None where other values than unknown keys are wrong.
+    """Return the configuration with all problems of the schema; None if other values than unknown keys are wrong.
 
     A wrong value is removed and the rest validated again, so that each problem is found once.
     """
@@ -283,9 +273,11 @@ def _validate_all(schema: type[ConfigT], resolved: dict[str, Any]) -> tuple[Conf
 
 
 def _remove(data: Any, key: str) -> bool:
-    """Remove the value at a dotted key, in place; return whether there was one."""
+    """Remove the value at a dotted key, in place, or the list that it is in; return whether there was one."""
     *parent, name = key.split(".")
     holder = at(data, parent)
+    if isinstance(holder, list):
+        return _remove(data, ".".join(parent))
     if isinstance(holder, dict) and name in holder:
         del holder[name]
         return True
@@ -303,7 +295,8 @@ def _read_recipe(path: Path, include_chain: tuple[Path, ...]) -> dict[str, Any]:
     for below in names_below(path, layer):
         base = merge_layers(base, _read_recipe(below, (*include_chain, path)))
     layer.pop("defaults", None)
-    copy_moved_keys(layer)
+    for translator in recipe_translators():
+        translator.copy_moved_keys(layer)
     return merge_layers(base, layer)
 
 
@@ -316,7 +309,7 @@ def _validate(schema: type[ConfigT], resolved: dict[str, Any]) -> ConfigT:
         raise make_schema_error(error, resolved, schema=schema) from error
     values = config.model_dump()
     reject_booleans(resolved, values)
-    reject_huge_numbers(values)
+    reject_unusable_values(values)
     return config
 
 

@@ -3,22 +3,24 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
-from nemo_rl.config import registries, run
+from nemo_rl.config import registries
+from nemo_rl.config import shared_sections as shared
 from nemo_rl.config.data import BaseDataConfig, DataConfig
-from nemo_rl.config.environment import EnvironmentConfig, RewardModelPlacementConfig, ScorerConfig
+from nemo_rl.config.environment import EnvironmentConfig, RewardModelPlacementConfig, RolloutRunnerConfig, ScorerConfig
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.policy import RolloutPolicyConfig, SampledModelConfig, TeacherConfig
+from nemo_rl.config.value_types import Seed, TokenId
 
 TEACHER, TEACHERS = "teacher", "teachers"
 
 
 class PenaltyTokenIdsConfig(Section):
-    unwanted: list[int] = Field(default_factory=list)  # none of them may be sampled
-    think_open: int | None = None  # replaces the first of thinking_tags
-    think_close: int | None = None  # replaces the second
+    unwanted: list[TokenId] = Field(default_factory=list)  # none of them may be sampled
+    think_open: TokenId | None = None  # replaces the first of thinking_tags
+    think_close: TokenId | None = None  # replaces the second
 
 
 class RewardPenaltiesConfig(Section):
@@ -31,7 +33,7 @@ class RewardPenaltiesConfig(Section):
     token_ids: PenaltyTokenIdsConfig = PenaltyTokenIdsConfig.with_defaults()  # the tokens that the penalties look for
     # texts that open and close the thinking of a reply
     thinking_tags: list[str] = Field(default=["<think>", "</think>"], min_length=2, max_length=2)
-    invalid_tool_call_patterns: list[str] = Field(  # of grpo.invalid_tool_call_advantage
+    invalid_tool_call_patterns: list[str] = Field(  # read by grpo.invalid_tool_call_advantage
         default=["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"], min_length=1
     )
 
@@ -82,6 +84,11 @@ class AdvantageEstimatorConfig(Section):
         """Return whether rollouts of a group are compared, so that training needs several survivors of each."""
         return True
 
+    @property
+    def reads_named_rewards(self) -> bool:
+        """Return whether each named reward counts by itself, not their sum."""
+        return False
+
 
 class AsyncRolloutsConfig(Section):
     """Rollouts collected in the background, while the policy trains (AReaL, arXiv 2505.24298)."""
@@ -100,10 +107,10 @@ class RolloutTrainingConfig(Section):
 
     num_prompts_per_step: int = Field(default=32, gt=0)  # prompts whose rollouts a step trains on
     num_generations_per_prompt: int = Field(default=16, gt=0)  # rollouts of each prompt: its group
-    max_rollout_turns: int = Field(default=1, gt=0)  # of the conversation with an environment
+    max_rollout_turns: int = Field(default=1, gt=0)  # turns of a conversation with an environment
     max_num_epochs: int = Field(default=1, gt=0)  # passes over the training data
     max_num_steps: int = Field(default=1_000_000, gt=0)  # the run ends with this step, or with the last epoch
-    seed: int = 42  # of the order of the prompts and of every sample
+    seed: Seed = 42  # seeds the order of prompts and every sample
 
     val_period: int = Field(default=10, ge=0)  # steps; 0: never
     val_at_start: bool = False  # validate before the first step
@@ -112,7 +119,7 @@ class RolloutTrainingConfig(Section):
     max_val_samples: int | None = Field(default=256, gt=0)  # prompts of each dataset; None: all
     val_batch_size: int = Field(default=256, gt=0)  # validation prompts at once
     val_num_generations_per_prompt: int = Field(default=1, gt=0)  # rollouts of each validation prompt
-    val_temperature: float | None = Field(default=None, ge=0)  # None: the training temperature
+    val_temperature: float | None = Field(default=None, ge=0, le=2)  # None: the training temperature
     val_top_p: float | None = Field(default=None, gt=0, le=1)  # None: the training's
     val_top_k: int | None = Field(default=None, gt=0)  # None: the training's
     val_greedy: bool = False  # a second, greedy pass: validation/greedy_accuracy
@@ -141,8 +148,8 @@ class GRPOConfig(RolloutTrainingConfig):
     )
     advantage_clip_low: float | None = None  # lower bound of every advantage; None: none
     advantage_clip_high: float | None = None  # upper bound of every advantage; None: none
-    invalid_tool_call_advantage: float | None = None  # of replies with a call that no parser could read; None: theirs
-    malformed_thinking_advantage: float | None = None  # of replies whose thinking tags do not open and close once
+    invalid_tool_call_advantage: float | None = None  # of replies with an unreadable tool call
+    malformed_thinking_advantage: float | None = None  # of replies with malformed thinking tags
     reward_scaling: RewardScalingConfig = RewardScalingConfig.with_defaults()
     reward_shaping: RewardShapingConfig = RewardShapingConfig.with_defaults()
     overlong_filtering: bool = False  # truncated rollouts: weight 0, still in the baseline
@@ -159,25 +166,12 @@ class GRPOConfig(RolloutTrainingConfig):
     def background(self) -> AsyncRolloutsConfig:
         return self.async_grpo
 
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_flat_advantage_keys(cls, data: object) -> object:
-        """NeMo-RL has these two beside `adv_estimator` and inside it."""
-        if not isinstance(data, dict):
-            return data
-        data = dict(data)
-        inner = data.get("adv_estimator")
-        moved = {k: data.pop(k) for k in ("normalize_rewards", "use_leave_one_out_baseline") if k in data}
-        if moved and (inner is None or isinstance(inner, dict)):
-            data["adv_estimator"] = {**moved, **(inner or {})}
-        return data
-
 
 class DistillationConfig(RolloutTrainingConfig):
     """On-policy distillation (arXiv 2306.13649): the student samples, a teacher says what it would have said."""
 
     num_generations_per_prompt: int = Field(default=1, gt=0)
-    topk_logits_k: int = Field(default=64, gt=0)  # of the teacher's most likely tokens, those that the loss compares
+    topk_logits_k: int = Field(default=64, gt=0)  # the teacher's most likely tokens that the loss compares
     off_policy: bool = False  # learn from the responses in the training data, in place of the student's samples
     val_teacher: bool = False  # measure the teachers too, once at the start, by the hf engine: for small models
     async_rollouts: AsyncRolloutsConfig = AsyncRolloutsConfig.with_defaults()  # the keys of grpo.async_grpo
@@ -195,15 +189,20 @@ class RolloutRunConfig(Section):
     env: Annotated[dict[str, SerializeAsAny[EnvironmentConfig]], registries.ENVIRONMENTS] = Field(default_factory=dict)
     scorers: Annotated[dict[str, SerializeAsAny[ScorerConfig]], registries.SCORERS] = Field(default_factory=dict)
     reward_model: RewardModelPlacementConfig = RewardModelPlacementConfig.with_defaults()
-    rollout: run.RolloutBoundsConfig = run.RolloutBoundsConfig.with_defaults()
-    gateway: run.GatewayConfig = run.GatewayConfig.with_defaults()
-    logger: run.LoggerConfig = run.LoggerConfig.with_defaults()
-    cluster: run.ClusterConfig = run.ClusterConfig.with_defaults()
+    rollout: shared.RolloutBoundsConfig = shared.RolloutBoundsConfig.with_defaults()
+    gateway: shared.GatewayConfig = shared.GatewayConfig.with_defaults()
+    logger: shared.LoggerConfig = shared.LoggerConfig.with_defaults()
+    cluster: shared.ClusterConfig = shared.ClusterConfig.with_defaults()
 
     @property
     def seed(self) -> int:
         """Return the seed of the prompt order and of every sample."""
         raise NotImplementedError
+
+    @property
+    def runner_sections(self) -> dict[str, RolloutRunnerConfig]:
+        """Return the entries of `env` that run whole rollouts through the gateway: agents and NeMo Gym stacks."""
+        return {name: section for name, section in self.env.items() if isinstance(section, RolloutRunnerConfig)}
 
     @property
     def generation_timeout_s(self) -> float:
@@ -222,13 +221,13 @@ class TrainingRunConfig(RolloutRunConfig):
 
     policy: RolloutPolicyConfig
     data: DataConfig
-    rollout: run.RolloutConfig = run.RolloutConfig.with_defaults()
+    rollout: shared.RolloutConfig = shared.RolloutConfig.with_defaults()
     loss_fn: SerializeAsAny[LossConfig]
-    weight_sync: Annotated[SerializeAsAny[run.WeightSyncConfig], registries.WEIGHT_TRANSPORTS] = Field(
+    weight_sync: Annotated[SerializeAsAny[shared.WeightSyncConfig], registries.WEIGHT_TRANSPORTS] = Field(
         default_factory=registries.WEIGHT_TRANSPORTS.new
     )
     # checkpoints: whether, when, where, and which are kept
-    checkpointing: run.CheckpointingConfig = run.CheckpointingConfig.with_defaults()
+    checkpointing: shared.CheckpointingConfig = shared.CheckpointingConfig.with_defaults()
     teacher: TeacherConfig | None = None  # for all tasks
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)  # by task name; takes precedence over `teacher`
 

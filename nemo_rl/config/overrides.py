@@ -18,8 +18,8 @@ from typing import Any, Literal
 from nemo_rl.config.keys import dotted, find_schema_node, has
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.master import GRPORunConfig
-from nemo_rl.config.recipe_files import at
-from nemo_rl.config.translation import moved_key
+from nemo_rl.config.recipe_files import at, is_beyond_float
+from nemo_rl.config.translators import recipe_translators
 from nemo_rl.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ class Override:
     value: Any
 
 
-REPLACE = "_override_"  # NeMo-RL's marker: this mapping replaces the one below instead of being merged into it
+REPLACE = "_override_"  # set to true: this mapping replaces the one below instead of being merged into it
 # The plain forms, whose meaning in Hydra's grammar needs no parser: a number, a word, a path.
 PLAIN = re.compile(
     r"(?P<sign>\+{0,2})(?P<key>[a-zA-Z_]\w*(?:\.(?:[a-zA-Z_]\w*|0|[1-9]\d*))*)=(?P<value>[\w./-]+)", re.ASCII
@@ -65,9 +65,10 @@ def apply_override(config: dict[str, Any], text: str, schema: type[Section] = GR
     path = override.key.split(".")
     if "" in path:
         raise ConfigError("override", text, "the key has an empty part")
-    if (moved := moved_key(override.key)) is not None:
-        _apply_moved(config, path, moved.split("."), override)
-        return
+    for translator in recipe_translators():
+        if (moved := translator.moved_key(override.key)) is not None:
+            _apply_moved(config, path, moved.split("."), override)
+            return
     if override.sign == "~":
         _remove(config, path, override)
         return
@@ -98,11 +99,20 @@ def parse_override(text: str) -> Override:
 
     Hydra's parser takes a fifth of a second to import, so plain forms do without it.
     """
-    if match := PLAIN.fullmatch(text):
-        value = _plain_value(match["value"])
-        if value is not UNKNOWN:
-            return Override(match["sign"], match["key"], value)  # pyright: ignore[reportArgumentType]
-    return _parse_with_hydra(text)
+    override = _parse_plain(text) or _parse_with_hydra(text)
+    number = text.partition("=")[2]
+    if isinstance(override.value, float) and is_beyond_float(number, override.value):
+        raise ConfigError(override.key, number, f"is {override.value} as a float; allowed: other numbers")
+    return override
+
+
+def _parse_plain(text: str) -> Override | None:
+    """Return an override of a plain form; None for every other text."""
+    match = PLAIN.fullmatch(text)
+    value = _plain_value(match["value"]) if match else UNKNOWN
+    if match is None or value is UNKNOWN:
+        return None
+    return Override(match["sign"], match["key"], value)  # pyright: ignore[reportArgumentType]
 
 
 def _plain_value(text: str) -> Any:
@@ -142,7 +152,7 @@ def _check_exists(config: dict[str, Any], path: list[str], value: object, schema
         if node is None or not node.is_free:
             continue
         found = at(config, path[:depth])
-        if isinstance(found, list):  # of NeMo-RL's recipes, where a mapping stands here; its indices are checked later
+        if isinstance(found, list):  # in the place of a mapping: refused by name when all is read
             return
         known = set(node.names) | set(found or {})
         if node.kind is not None and node.kind.default is None:  # an entry may be named after its kind

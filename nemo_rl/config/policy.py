@@ -1,19 +1,20 @@
 """`policy`: the model, its optimizer and how it is trained, under NeMo-RL's names."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, SerializeAsAny, ValidationError
 
 from nemo_rl.config.kinds import Kind, Section
+from nemo_rl.config.layout import Layout
 from nemo_rl.config.registries import ENGINES, POLICY_BACKENDS, TEACHER_BACKENDS
+from nemo_rl.config.server import ServerConfig
+from nemo_rl.config.value_types import Delay, Processes, Seconds, TokenId
 from nemo_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from nemo_rl.config.collect import ServerConfig
-    from nemo_rl.config.layout import Layout
 
 PackingAlgorithm = Literal[
     "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
@@ -44,9 +45,9 @@ FSDP2_TEACHER, MEGATRON_TEACHER = (
 
 class _TokenBudgetConfig(Section):
     enabled: bool = False  # make micro-batches by tokens; false: by samples
-    # Tokens of one micro-batch; None: policy.max_total_sequence_length times its samples where samples are counted.
+    # Tokens of one micro-batch; None: policy.max_total_sequence_length times its samples if samples are counted.
     train_mb_tokens: int | None = Field(default=None, gt=0)
-    # of one pass that only scores; None: computed in the same way from logprob_batch_size
+    # tokens per scoring pass; None: computed in the same way from logprob_batch_size
     logprob_mb_tokens: int | None = Field(default=None, gt=0)
 
 
@@ -76,10 +77,10 @@ class BackendConfig(Section):
     NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
     SHARES_PREFIXES: ClassVar[bool] = False  # samples of a pack may share prefixes (`sequence_packing.share_prefixes`)
     GATHERS_ON_ALL_RANKS: ClassVar[bool] = False  # every rank can be given all weights (`Policy.run_on_all_ranks`)
-    SPLITS_STATE: ClassVar[bool] = False  # all ranks together hold one copy of weights, gradients and optimizer state
+    SPLITS_STATE: ClassVar[bool] = False  # data-parallel ranks together hold one copy of weights and gradients
 
     backend: str = Field(default="", exclude=True)  # the entry that this section belongs to
-    enabled: bool = False  # read where the model's `backend` is "auto"
+    enabled: bool = False  # read if the model's `backend` is "auto"
     # Ranks that share the samples. None: all of the model's GPUs; on a CPU 1.
     data_parallel_size: int | None = Field(default=None, gt=0)
 
@@ -119,9 +120,9 @@ class ParallelModelConfig(Section):
 
     BACKENDS: ClassVar[Kind] = POLICY_BACKENDS
 
-    call_timeout_s: float = Field(default=3600.0, gt=0)  # for one call of its ranks: scores, a step, a refit, a save
+    call_timeout_s: Seconds = 3600.0  # for one call of its ranks: scores, a step, a refit, a save
 
-    # An entry of BACKENDS, whatever `enabled` says; "auto": Megatron where megatron_cfg.enabled, else FSDP2; or the
+    # An entry of BACKENDS, whatever `enabled` says; "auto": Megatron if megatron_cfg.enabled, else FSDP2; or the
     # dotted path of an entry or a worker class, whose options are those of backend_cfg.
     backend: str = AUTO
     backend_cfg: dict[str, Any] = Field(default_factory=dict)  # options of a backend of one's own, by dotted path
@@ -206,7 +207,7 @@ class ResourcesConfig(Section):
 
 class ColocatedConfig(Section):
     enabled: bool = True  # trainer and engine share their devices
-    resources: ResourcesConfig = ResourcesConfig.with_defaults()  # where they do not
+    resources: ResourcesConfig = ResourcesConfig.with_defaults()  # the GPUs of engines that are not colocated
 
 
 class SamplingConfig(Section):
@@ -214,15 +215,15 @@ class SamplingConfig(Section):
 
     CAN_GUIDE: ClassVar[bool] = False  # whether the engine honours `SamplingParams.guide`
 
-    max_new_tokens: int | None = Field(default=None, gt=0)  # of one response; None: up to max_total_sequence_length
+    max_new_tokens: int | None = Field(default=None, gt=0)  # tokens per response; None: up to max_total_sequence_length
     temperature: float = Field(default=1.0, ge=0, le=2)  # the logits are divided by it; 0: the likeliest token
     # sample from the likeliest tokens that hold this share of the probability; 1: from all
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int | None = Field(default=None, gt=0)  # sample from this many of the likeliest tokens; None: from all
-    stop_token_ids: list[int] | None = None  # beside the tokenizer's end-of-sequence token
+    stop_token_ids: list[TokenId] | None = None  # beside the tokenizer's end-of-sequence token
     stop_strings: list[str] | None = None  # texts that end a response, beside the stop tokens
     ignore_eos: bool = False  # sample on to the token limit, whatever is sampled; for measurements
-    timeout_s: float = Field(default=600.0, gt=0)  # of one request
+    timeout_s: Seconds = 600.0  # deadline of a request
 
 
 class GenerationConfig(SamplingConfig):
@@ -236,7 +237,7 @@ class GenerationConfig(SamplingConfig):
 
     backend: str = "vllm"  # an entry of ENGINES, or a dotted path
     in_actor: bool = False  # in a Ray actor, a process of its own; several replicas always are
-    num_replicas: int | None = Field(default=None, gt=0)  # engines; None: as many as their GPUs hold, on a CPU 1
+    num_replicas: Processes | None = None  # engines; None: as many as their GPUs hold, on a CPU 1
     colocated: ColocatedConfig = ColocatedConfig.with_defaults()  # whether engines and policy share their devices
 
     @property
@@ -261,7 +262,7 @@ class GenerationConfig(SamplingConfig):
 
     @property
     def runs_in_driver(self) -> bool:
-        """Return whether the engine runs in the driver's process even where the policy has a cluster."""
+        """Return whether the engine runs in the driver's process even if the policy has a cluster."""
         return False
 
     @property
@@ -274,15 +275,19 @@ class GenerationConfig(SamplingConfig):
         return policy_precision
 
     @classmethod
-    def from_server(cls, server: "ServerConfig", sampling: SamplingConfig) -> "GenerationConfig":
+    def from_server(cls, server: ServerConfig, sampling: SamplingConfig) -> "GenerationConfig":
         """Return the section of an engine that `nemo-rl collect` starts for itself; raises ConfigError."""
         return cls(**sampling.model_dump(), backend=server.backend)
 
-    def check_layout(self, layout: "Layout", *, collects_in_background: bool) -> None:
+    def check_layout(self, layout: Layout, *, collects_in_background: bool) -> None:
         """Raise ConfigError where the engine cannot run under `layout`."""
 
-    def for_layout(self, layout: "Layout", *, samples_beside_training: bool) -> "GenerationConfig":
+    def for_layout(self, layout: Layout, *, samples_beside_training: bool) -> "GenerationConfig":
         """Return the section with the keys set that depend on `layout` and were left to it."""
+        return self
+
+    def for_model(self, architectures: Sequence[str]) -> "GenerationConfig":
+        """Return the section with the keys set that depend on the model's architectures and were left to them."""
         return self
 
 
@@ -304,7 +309,8 @@ class SchedulerStageConfig(Section):
 
     name: str | None = None  # a dotted path, e.g. torch.optim.lr_scheduler.LinearLR
     kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the scheduler
-    milestones: list[int] | None = None  # training steps at which the next scheduler of the list begins
+    # training steps at which the next scheduler of the list begins
+    milestones: list[Annotated[int, Field(gt=0)]] | None = None
 
 
 class ModelConfig(Section):
@@ -312,8 +318,8 @@ class ModelConfig(Section):
 
     model_name: str  # a Hugging Face name or a directory
     tokenizer: TokenizerConfig = TokenizerConfig.with_defaults()  # the tokenizer and its chat template
-    precision: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward; weights are kept in float32
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is a GPU that the engine can use
+    precision: Literal["float32", "bfloat16"] = "bfloat16"  # forward and backward; weights are kept in float32
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU that the engine can use
     max_total_sequence_length: int = Field(default=512, gt=0)  # tokens of prompt and responses together
 
 
@@ -336,12 +342,12 @@ class PolicyConfig(ModelConfig, ParallelModelConfig):
     train_global_batch_size: int = Field(default=512, gt=0)  # samples of one optimizer step
     train_micro_batch_size: int = Field(default=4, gt=0)  # samples of one forward and backward
     logprob_batch_size: int | None = Field(default=None, gt=0)  # None: train_micro_batch_size
-    # tokens whose logits exist at once; None: all; auto: 1024, or more where logits of more take at most 64 MiB
+    # tokens whose logits exist at once; None: all; auto: 1024, or more if logits of more take at most 64 MiB
     logprob_chunk_size: ChunkSize = "auto"
     sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
-    # the policy leaves a CUDA device that engines share while they sample; auto: unless both fit
+    # the policy leaves a CUDA device that engines share while they sample; auto: unless both fit by the memory plan
     offload: Literal["auto", "always", "never"] = "auto"
     optimizer: OptimizerConfig = OptimizerConfig.with_defaults()  # the optimizer, by dotted path
     scheduler: SchedulerStageConfig | list[SchedulerStageConfig] | None = None
@@ -352,6 +358,11 @@ class RolloutPolicyConfig(PolicyConfig, SampledModelConfig):
 
     generation: Annotated[SerializeAsAny[GenerationConfig], ENGINES] = Field(default_factory=ENGINES.new)
 
+    @property
+    def engine_dtype(self) -> str:
+        """Return the precision in which the engines compute."""
+        return self.generation.dtype(self.precision)
+
 
 class EndpointLimitsConfig(Section):
     """Limits of the requests to a server."""
@@ -359,9 +370,9 @@ class EndpointLimitsConfig(Section):
     max_concurrency: int = Field(default=64, gt=0)  # requests at once, over all replicas
     requests_per_minute: float | None = Field(default=None, gt=0)  # sent at most; None: no limit
     tokens_per_minute: float | None = Field(default=None, gt=0)  # 4 characters are one; usage corrects it
-    request_timeout_s: float = Field(default=60.0, gt=0)  # of one attempt
-    max_retries: int = Field(default=3, ge=0)  # of a request that met 429, 5xx or no answer; never of another 4xx
-    retry_backoff_s: float = Field(default=0.5, ge=0)  # before the first; doubles
+    request_timeout_s: Seconds = 60.0  # deadline of one attempt
+    max_retries: int = Field(default=3, ge=0)  # retries after 429, 5xx or no answer; other 4xx are never retried
+    retry_backoff_s: Delay = 0.5  # before the first; doubles
 
 
 class ServedModelConfig(Section):
@@ -388,10 +399,10 @@ class TeacherConfig(ParallelModelConfig):
     tokenizer: TokenizerConfig = TokenizerConfig.with_defaults()  # the tokenizer and its chat template
     # values that replace those of the model's config.json
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
-    precision: Literal["float32", "bfloat16"] = "bfloat16"  # of the forward pass
+    precision: Literal["float32", "bfloat16"] = "bfloat16"  # precision of the forward pass
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the policy's
     logprob_batch_size: int = Field(default=4, gt=0)  # samples of one forward pass
-    # tokens whose logits exist at once; None: all; auto: 1024, or more where logits of more take at most 64 MiB
+    # tokens whose logits exist at once; None: all; auto: 1024, or more if logits of more take at most 64 MiB
     logprob_chunk_size: ChunkSize = "auto"
     sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()

@@ -2,30 +2,43 @@
 
 `${grpo.seed}`, `${mul:${a},${b}}` and the like mean what they do in NeMo-RL's recipes. OmegaConf resolves them; the
 plain forms, whose meaning is the same in any grammar, are resolved here, since the import of OmegaConf takes longer
-than all else that reads a recipe. Imports neither the schema nor pydantic nor, where all forms are plain, OmegaConf.
+than all else that reads a recipe. Imports neither the schema nor pydantic nor, if all forms are plain, OmegaConf.
 """
 
+import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from nemo_rl.errors import ConfigError
-from nemo_rl.recipes import find_packaged, recipe_names
+from nemo_rl.errors import ConfigError, conceal_value, interpolation_of
+from nemo_rl.recipes import find_packaged, missing_recipe
 
 if TYPE_CHECKING:
     from omegaconf.errors import OmegaConfBaseException
 
+KeyPath = tuple[str, ...]
+Family = Literal["grpo", "distillation", "sft", "dpo", "rm", "eval", "collect"]
+COMMANDS: Mapping[Family, str] = {  # the verb of `nemo-rl` that runs a recipe with this section
+    "grpo": "grpo",
+    "distillation": "distill",
+    "sft": "sft",
+    "dpo": "dpo",
+    "rm": "rm",
+    "eval": "eval",
+    "collect": "collect",
+}
 MAX_RECIPE_BYTES, MAX_NODES, MAX_DEPTH, MAX_DIGITS, MAX_BRACKETS = 10 * 2**20, 100_000, 64, 1000, 1000
 FLOAT, TIMESTAMP = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
 # Also the numbers that YAML 1.1 reads as text: 1e-4, 1e5 and .5.
 NUMBER = re.compile(r"[-+]?(?:\d+(?:_\d+)*(?:\.[\d_]*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)|\.\d+(?:_\d+)*(?:[eE][-+]\d+)?)$")
 
 
-# libyaml's loader, ten times as fast, where PyYAML was built with it.
+# libyaml's loader, ten times as fast, if PyYAML was built with it.
 SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -42,12 +55,27 @@ class _RecipeLoader(SAFE_LOADER):
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
+    def construct_number(self, node: yaml.ScalarNode) -> float:
+        """Return a float; refuse text of another number that a float rounds to 0 or to infinity."""
+        number = self.construct_yaml_float(node)
+        if is_beyond_float(node.value, number):
+            problem = f"the number {node.value} is {number} as a float"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return number
 
+
+_RecipeLoader.add_constructor(FLOAT, _RecipeLoader.construct_number)
 _RecipeLoader.add_implicit_resolver(FLOAT, NUMBER, list("-+0123456789."))
 _RecipeLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != TIMESTAMP]
     for first, resolvers in _RecipeLoader.yaml_implicit_resolvers.items()
 }
+
+
+def is_beyond_float(text: str, number: float) -> bool:
+    """Return whether a text of another number is read as 0 or as infinity: 1e-400, 1e400."""
+    mantissa = text.lower().partition("e")[0]
+    return bool(re.search("[1-9]", mantissa)) and (number == 0 or math.isinf(number))
 
 
 def read_layer(path: Path, included_by: Path | None = None) -> dict[str, Any]:
@@ -95,8 +123,13 @@ def walk_layers(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         waiting += [(below, current) for below in names_below(current, layer)]
 
 
+def find_family(sections: Mapping[str, Any]) -> Family | None:
+    """Return the algorithm of a recipe by its sections; None if it has none of this project's."""
+    return next((family for family in COMMANDS if family in sections), None)
+
+
 def at(raw: Any, path: Sequence[str | int]) -> Any:
-    """Return the value at `path` of plain mappings and lists; None where there is none."""
+    """Return the value at `path` of plain mappings and lists; None if it is absent."""
     for name in path:
         if isinstance(raw, Mapping) and name in raw:
             raw = raw[name]
@@ -112,8 +145,7 @@ def _find_below(path: Path, name: str) -> Path:
         return beside
     if (packaged := find_packaged(name)) is not None:
         return packaged
-    problem = "no such file, and no packaged recipe (nemo-rl config list)"
-    raise ConfigError(f"defaults of {path}", name, problem, known=recipe_names())
+    raise missing_recipe(f"defaults of {path}", name, "no such file")
 
 
 def _without_aliases(value: Any) -> Any:
@@ -123,7 +155,7 @@ def _without_aliases(value: Any) -> Any:
     return [_without_aliases(item) for item in value] if isinstance(value, list) else value
 
 
-def _read_within_limits(key: str, path: Path) -> str:
+def _read_within_limits(key: str, path: Path) -> str:  # one branch per YAML event  # noqa: C901
     """Return the text; raises ConfigError for YAML that is larger or deeper than any recipe, aliases counted where they
     are used."""
     if path.stat().st_size > MAX_RECIPE_BYTES:
@@ -132,7 +164,7 @@ def _read_within_limits(key: str, path: Path) -> str:
     steps = accumulate((one in "[{") - (one in "]}") for one in text if one in "[]{}")
     if max(steps, default=0) > MAX_BRACKETS:  # the parser's time grows with the square of their depth
         raise ConfigError(key, str(path), f"is no recipe: more than {MAX_BRACKETS} brackets are open at once")
-    sizes: dict[str, int] = {}  # of what an anchor names
+    sizes: dict[str, int] = {}  # number of values below each anchor
     open_nodes: list[tuple[str | None, int]] = [(None, 0)]
     for event in yaml.parse(text, Loader=SAFE_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -140,6 +172,9 @@ def _read_within_limits(key: str, path: Path) -> str:
             continue
         anchor, size = getattr(event, "anchor", None), 0
         if isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == open_anchor for open_anchor, _ in open_nodes):
+                where = f"{path}:{event.start_mark.line + 1}"
+                raise ConfigError(key, where, f"the anchor &{event.anchor} contains itself; allowed: other values")
             size = sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
@@ -162,6 +197,9 @@ KEY = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 ARGUMENT = rf"\$\{{{KEY}\}}|(?:0|[1-9]\d*)(?:\.\d+)?"
 REFERENCE = re.compile(rf"\$\{{({KEY})\}}", re.ASCII)
 CALL = re.compile(rf"\$\{{(\w+):({ARGUMENT}),({ARGUMENT})\}}", re.ASCII)
+ENVIRONMENT = "oc.env"  # OmegaConf's resolver
+VARIABLE = re.compile(r"oc\.env:\s*([^\s,{}]+)")
+NOT_PLAIN = re.compile(rf"\$\{{(?!{KEY}\}}|(?:add|mul|div|max):)")  # an interpolation of another form
 MISSING = "???"  # OmegaConf's mark of a value that must be set
 
 
@@ -170,7 +208,7 @@ class _NotPlain(Exception):
 
 
 def _divide(a: float, b: float) -> float:
-    """Divide, to an integer where it comes out even, since most keys are counts."""
+    """Divide, to an integer if it comes out even, since most keys are counts."""
     return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else a / b
 
 
@@ -183,7 +221,7 @@ RESOLVERS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def resolve_interpolations(raw: dict[str, Any], recipe: Path | None = None) -> dict[str, Any]:
-    """Return a configuration with the values of its interpolations; raises ConfigError for what has none.
+    """Return a configuration with the values of its interpolations; raises ConfigError for one that cannot be resolved.
 
     `recipe` is the file that it was read from, for errors.
     """
@@ -271,6 +309,75 @@ def _make_interpolation_error(error: "OmegaConfBaseException", raw: Any, source:
         reason += " (an interpolation sees what recipes and overrides set, not the schema's defaults)"
     where = f" (in {source})" if source else ""
     return ConfigError(key or "interpolation", at(raw, key.split(".")), f"cannot be resolved: {reason}{where}")
+
+
+def find_environment_values(raw: Any, resolved: Any) -> dict[KeyPath, str]:
+    """Return, by path, the text in the recipe of each value that depends on the environment.
+
+    Their values are shown in no error or log line from here on: see `errors.conceal`.
+    """
+    found: dict[KeyPath, str] = {}
+    if ENVIRONMENT not in str(raw):
+        return found
+    waiting: list[tuple[KeyPath, Any]] = [((), resolved)]
+    while waiting:
+        path, value = waiting.pop()
+        text = _text_at(raw, path)
+        if text is not None and _depends_on_environment(text, raw):
+            found[path] = text
+            _conceal(value, text)
+        elif isinstance(value, dict | list):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [((*path, str(name)), item) for name, item in items]
+    return found
+
+
+def unresolve(value: Any, texts: Mapping[KeyPath, str], path: KeyPath = (), *, escaped: bool = False) -> Any:
+    """Return a configuration with the recipe's texts in place of values that depend on the environment.
+
+    `escaped`: other strings are escaped, so that a second load does not read them as interpolations. A value that was
+    moved or copied to another key is recognised if it is a string.
+    """
+    if path in texts:
+        return texts[path]
+    if isinstance(value, dict):
+        return {key: unresolve(item, texts, (*path, str(key)), escaped=escaped) for key, item in value.items()}
+    if isinstance(value, list):
+        return [unresolve(item, texts, (*path, str(i)), escaped=escaped) for i, item in enumerate(value)]
+    if (text := interpolation_of(value)) is not None:
+        return text
+    return escape_interpolations(value) if escaped else value
+
+
+def _text_at(raw: Any, path: KeyPath) -> str | None:
+    """Return the recipe's text of the value at `path`, where references lead to; None if it is no text."""
+    for _ in range(MAX_DEPTH):
+        node, rest = raw, path
+        while rest and not isinstance(node, str):
+            node, rest = at(node, rest[:1]), rest[1:]
+        if not isinstance(node, str):
+            return None
+        if (match := REFERENCE.fullmatch(node)) is None:
+            return None if rest else node
+        path = (*match[1].split("."), *rest)
+    return None
+
+
+def _depends_on_environment(text: str, raw: Any, depth: int = MAX_DEPTH) -> bool:
+    """Return whether a text has an interpolation that reads the environment, or another that is not plain."""
+    if NOT_PLAIN.search(text) or not depth:
+        return True
+    texts = (_text_at(raw, tuple(key.split("."))) for key in REFERENCE.findall(text))
+    return any(one is not None and _depends_on_environment(one, raw, depth - 1) for one in texts)
+
+
+def _conceal(value: Any, text: str) -> None:
+    """Register the value of a text, and those of the variables in it, unless all of them are unset."""
+    names = VARIABLE.findall(text)
+    for name in names:
+        conceal_value(os.environ.get(name, ""), f"${{{ENVIRONMENT}:{name}}}")
+    if isinstance(value, str) and (not names or any(map(os.environ.get, names))):
+        conceal_value(value, text)
 
 
 def escape_interpolations(value: Any) -> Any:

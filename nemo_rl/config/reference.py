@@ -1,33 +1,48 @@
-"""The reference of all keys: type, default, meaning and NeMo-RL's spelling, read from the schema and its comments.
+"""The reference of all keys: type, default and meaning, read from the schema and its comments.
 
 The one source of `--help`, `nemo-rl config explain` and the reference pages of the documentation.
 """
 
 import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Protocol, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from nemo_rl.config import compatibility, keys
-from nemo_rl.config.kinds import Kind, Section
+from nemo_rl.config import keys
+from nemo_rl.config.kinds import Kind, Section, load_optional
+from nemo_rl.config.registries import KEY_EXPLAINERS
 
 # The configuration of each command that reads one.
 SCHEMAS = {
     "grpo": "nemo_rl.config.master:GRPORunConfig",
     "distill": "nemo_rl.config.master:DistillationRunConfig",
-    "sft": "nemo_rl.config.supervised:SFTRunConfig",
-    "dpo": "nemo_rl.config.supervised:DPORunConfig",
-    "rm": "nemo_rl.config.supervised:RewardModelRunConfig",
+    "sft": "nemo_rl.config.supervised_runs:SFTRunConfig",
+    "dpo": "nemo_rl.config.supervised_runs:DPORunConfig",
+    "rm": "nemo_rl.config.supervised_runs:RewardModelRunConfig",
     "eval": "nemo_rl.config.collect:EvalRunConfig",
     "collect": "nemo_rl.config.collect:CollectRunConfig",
-    "submit": "nemo_rl.config.submit:SubmitRunConfig",
 }
+if importlib.util.find_spec("nemo_rl.jobs") is not None:  # a leaf, which an installation may lack
+    SCHEMAS["submit"] = "nemo_rl.jobs.slurm_config:SubmitRunConfig"
+
+
+class KeyExplainer(Protocol):
+    """A module that knows the keys of another program's recipes."""
+
+    def describe_spellings(self, key: str) -> list[str]:
+        """Return lines on the other names that recipes have for a key of this project."""
+        ...
+
+    def explain_key(self, key: str) -> str:
+        """Format what becomes of a key that only the other program's recipes have; empty for any other."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +81,7 @@ def find_key(schema: type[Section], key: str) -> list[KeyReference]:
     Names of one's own entries match `<name>`, and indices `<i>`.
     """
     parts = key.split(".")
-    return [found for found in walk_keys(schema) if _matches(found.key.split("."), parts)]
+    return [found for found in walk_keys(schema) if matches(found.key.split("."), parts)]
 
 
 def find_direct_key(schema: type[Section], key: str) -> KeyReference:
@@ -115,39 +130,26 @@ def _format_paragraph(reference: KeyReference, owners: list[str]) -> str:
         f"  default: {reference.default}",
         f"  of: {', '.join(owners)}",
     ]
-    if spellings := find_nemo_rl_spellings(reference.key):
-        lines.append(f"  NeMo-RL: {', '.join(spellings)}")
+    for explainer in _key_explainers():
+        lines += [f"  {line}" for line in explainer.describe_spellings(reference.key)]
     return "\n".join(lines) + "\n"
 
 
-def find_nemo_rl_spellings(key: str) -> list[str]:
-    """Return the other names that recipes of NeMo-RL have for a key; most keys have the same name there."""
-    tables = compatibility.load_table("releases")
-    algorithm, _, name = key.partition(".")
-    names = {key, f"{{algorithm}}.{name}"} if algorithm in ("grpo", "distillation") else {key}
-    return [old for table in ("moved", "renamed") for old, new in tables[table].items() if new in names]
+def explain_foreign_key(key: str) -> str:
+    """Format what becomes of a key that only recipes of another program have; empty for any other."""
+    return next(filter(None, (explainer.explain_key(key) for explainer in _key_explainers())), "")
 
 
-def explain_nemo_rl_key(key: str) -> str:
-    """Format what becomes of a key that only recipes of NeMo-RL have; nothing for a key that they lack too."""
-    tables = compatibility.load_table("releases")
-    for table in ("moved", "renamed"):
-        if key in tables[table]:
-            return f"{key}\n  a name of NeMo-RL for {tables[table][key]}\n"
-    for rule in compatibility.load_rules():
-        pattern = rule.key.replace("*", "<name>").split(".")
-        if _matches(pattern, key.split(".")):
-            cause = "" if rule.cause is None else f": {rule.cause.text}"
-            kept = "" if not rule.inert else f"; allowed: {', '.join(map(format_value, rule.inert))}"
-            return f"{key}\n  a key of NeMo-RL, {ACTIONS[rule.action]}{cause}{kept}\n"
-    return ""
+def _key_explainers() -> Iterator[KeyExplainer]:
+    return load_optional(KEY_EXPLAINERS)
 
 
 def _default_text(reference: KeyReference) -> str:
     return "required" if reference.default == "required" else f"default {reference.default}"
 
 
-def _matches(pattern: list[str], parts: list[str]) -> bool:
+def matches(pattern: list[str], parts: list[str]) -> bool:
+    """Return whether a key fits a pattern, in which <name> and <i> stand for any part."""
     if len(pattern) != len(parts):
         return False
     return all(ours == theirs or ours[0] == "<" for ours, theirs in zip(pattern, parts, strict=True))
@@ -158,7 +160,7 @@ def _children(info: FieldInfo) -> Iterator[tuple[str, type[Section], str]]:
     suffix = ".<name>" if get_origin(info.annotation) is dict else ""
     kind = keys.kind_of_field(info)
     if kind is not None:
-        names = [kind.default] if kind.is_fixed and kind.default else kind.built_in
+        names = [kind.default] if kind.is_fixed and kind.default else kind.installed
         for name in names:
             yield suffix, kind.section(name), "" if kind.is_fixed else _entry_text(kind, name)
         return
@@ -231,14 +233,9 @@ def meaning(section: type[Section], name: str) -> str:
     return ""
 
 
-ACTIONS = {
-    "drop": "accepted without effect",
-    "note": "accepted with a note",
-    "refuse": "refused",
-    "default": "accepted",
-}
 FIELD = re.compile(r"    (\w+): ")
 CLASS = re.compile(r"class (\w+)\(")
+PRAGMA = re.compile(r"  # (?:pyright|type|noqa): .*")
 
 
 @cache
@@ -247,7 +244,7 @@ def _comments(module: str) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     owner, field, above = "", "", []
     for line in Path(str(inspect.getsourcefile(importlib.import_module(module)))).read_text("utf-8").splitlines():
-        code, _, comment = line.partition("  # ")
+        code, _, comment = PRAGMA.sub("", line).partition("  # ")
         if match := CLASS.match(line):
             owner, field, above = match[1], "", []
         elif line.startswith("    # "):

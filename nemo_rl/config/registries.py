@@ -4,15 +4,20 @@ from dataclasses import replace
 
 from nemo_rl.config.kinds import Kind
 
+# Optional parts, which only these paths name: `load_optional` skips what is not installed.
+RECIPE_TRANSLATORS = ("nemo_rl.compat.translation",)  # modules of recipe_files.RecipeTranslator
+KEY_EXPLAINERS = ("nemo_rl.compat.key_names",)  # modules of reference.KeyExplainer
+ENVIRONMENT_ADAPTERS = ("nemo_rl.compat.environments:adapt_environment",)  # (key, path, target) -> Entry | None
+
+POLICY_GRADIENT_LOSSES = (
+    "ppo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo", "reinforce", "clip_cov", "kl_cov",
+)  # fmt: skip
 LOSSES = Kind(
     noun="a loss",
     name_key="type",
     built_in={
-        **{
-            name: f"nemo_rl.losses.surrogates:{name.upper()}"
-            for name in ("ppo", "cispo", "gspo", "sapo", "reinforce", "clip_cov", "kl_cov")
-        },
-        "distillation": "nemo_rl.losses.distillation:DISTILLATION",
+        **{name: f"nemo_rl.losses.surrogates:{name.upper()}" for name in POLICY_GRADIENT_LOSSES},
+        "distillation": "nemo_rl.losses.distillation_section:DISTILLATION",
     },
     adapter="nemo_rl.losses.make:adapt_loss",
     default="ppo",
@@ -22,7 +27,8 @@ ADVANTAGE_ESTIMATORS = Kind(
     noun="an advantage estimator",
     name_key="name",
     built_in={
-        name: f"nemo_rl.algorithms.estimators:{name.upper()}" for name in ("grpo", "gdpo", "reinforce_plus_plus", "opd")
+        name: f"nemo_rl.algorithms.estimators:{name.upper()}"
+        for name in ("grpo", "grpo_passk", "opo", "gdpo", "reinforce_plus_plus", "opd")
     },
     adapter="nemo_rl.algorithms.estimators:adapt_estimator",
     default="grpo",
@@ -32,9 +38,9 @@ ENGINES = Kind(
     name_key="backend",
     built_in={
         "vllm": "nemo_rl.generation.vllm.entry:VLLM",
-        "hf": "nemo_rl.generation.engines:HF",
+        "hf": "nemo_rl.generation.driver_engines:HF",
     },
-    adapter="nemo_rl.generation.engines:adapt_engine",
+    adapter="nemo_rl.generation.driver_engines:adapt_engine",
     default="vllm",
 )
 WEIGHT_TRANSPORTS = Kind(
@@ -54,7 +60,7 @@ POLICY_BACKENDS = Kind(
         "fsdp2": "nemo_rl.policy.fsdp2.backend:FSDP2",
         "megatron": "nemo_rl.policy.megatron.backend:MEGATRON",
     },
-    adapter="nemo_rl.policy.worker:adapt_backend",
+    adapter="nemo_rl.policy.custom_backend:adapt_backend",
 )
 TEACHER_BACKENDS = Kind(
     noun="a teacher's backend",
@@ -63,23 +69,23 @@ TEACHER_BACKENDS = Kind(
         "fsdp2": "nemo_rl.policy.fsdp2.backend:FSDP2_TEACHER",
         "megatron": "nemo_rl.policy.megatron.backend:MEGATRON_TEACHER",
     },
-    adapter="nemo_rl.policy.worker:adapt_backend",
+    adapter="nemo_rl.policy.custom_backend:adapt_backend",
 )
 ENVIRONMENTS = Kind(
     noun="an environment",
     name_key="type",
     built_in={
-        "math": "nemo_rl.environments.single_turn:MATH",
-        "reasoning_gym": "nemo_rl.environments.single_turn:REASONING_GYM",
+        "math": "nemo_rl.environments.math_answers:MATH",
+        "reasoning_gym": "nemo_rl.environments.reasoning_gym:REASONING_GYM",
         "sliding_puzzle": "nemo_rl.environments.sliding_puzzle:SLIDING_PUZZLE",
         "tools": "nemo_rl.environments.tools:TOOLS",
         "agent": "nemo_rl.experience.agents:AGENT",
         "nemo_gym": "nemo_rl.environments.nemo_gym.entry:NEMO_GYM",
-        "mcp": "nemo_rl.environments.mcp:MCP",
-        "openenv": "nemo_rl.environments.openenv:OPENENV",
-        "verifiers": "nemo_rl.environments.verifiers:VERIFIERS",
-        "harbor": "nemo_rl.environments.harbor:HARBOR",
-        "reward_model": "nemo_rl.environments.single_turn:REWARD_MODEL",
+        "mcp": "nemo_rl.environments.ecosystem.mcp:MCP",
+        "openenv": "nemo_rl.environments.ecosystem.openenv:OPENENV",
+        "verifiers": "nemo_rl.environments.ecosystem.verifiers:VERIFIERS",
+        "harbor": "nemo_rl.environments.ecosystem.harbor:HARBOR",
+        "reward_model": "nemo_rl.environments.scored_turn:REWARD_MODEL",
     },
     adapter="nemo_rl.environments.registry:adapt_environment",
 )
@@ -87,49 +93,49 @@ SCORERS = Kind(
     noun="a scorer",
     name_key="type",
     built_in={
-        "function": "nemo_rl.environments.scorers.registry:FUNCTION",
+        "function": "nemo_rl.environments.scorers.function_scorer:FUNCTION",
         "reward_model": "nemo_rl.environments.scorers.reward_model:REWARD_MODEL",
-        "classify": "nemo_rl.environments.scorers.reward_model:CLASSIFY",
+        "classify": "nemo_rl.environments.scorers.classify:CLASSIFY",
         "judge": "nemo_rl.environments.scorers.judge:JUDGE",
     },
-    adapter="nemo_rl.environments.scorers.registry:adapt_scorer",
+    adapter="nemo_rl.environments.scorers.make_scorer:adapt_scorer",
 )
 DATASETS = Kind(
     noun="a dataset",
     name_key="dataset_name",
     built_in={
-        "jsonl": "nemo_rl.data.sources:JSONL",
-        "huggingface": "nemo_rl.data.sources:HUGGINGFACE",
-        "reasoning_gym": "nemo_rl.data.sources:REASONING_GYM",
-        "nemo_gym": "nemo_rl.data.nemo_gym:NEMO_GYM_DATASET",
-        "verifiers": "nemo_rl.data.sources:VERIFIERS",
-        "harbor": "nemo_rl.data.sources:HARBOR",
-        "OpenMathInstruct-2": "nemo_rl.data.sources:OPEN_MATH_INSTRUCT_2",
-        "DeepScaleR": "nemo_rl.data.sources:DEEP_SCALER",
-        "AIME2024": "nemo_rl.data.sources:AIME_2024",
-        "AIME2025": "nemo_rl.data.sources:AIME_2025",
-        "AIME2026": "nemo_rl.data.sources:AIME_2026",
-        "DAPOMath17K": "nemo_rl.data.sources:DAPO_MATH_17K",
-        "DAPOMathAIME2024": "nemo_rl.data.sources:DAPO_MATH_AIME_2024",
-        "NuminaMath-1.5": "nemo_rl.data.sources:NUMINA_MATH",
-        "OpenR1-Math-220k": "nemo_rl.data.sources:OPEN_R1_MATH",
-        "MATH-500": "nemo_rl.data.sources:MATH_500",
-        "gsm8k": "nemo_rl.data.sources:GSM8K",
-        "tulu3_sft_mixture": "nemo_rl.data.sources:TULU3_SFT_MIXTURE",
-        "Nemotron-Cascade-2-SFT-Math": "nemo_rl.data.sources:NEMOTRON_CASCADE_MATH",
-        "squad": "nemo_rl.data.sources:SQUAD",
-        "HelpSteer3": "nemo_rl.data.sources:HELPSTEER3",
-        "Tulu3Preference": "nemo_rl.data.sources:TULU3_PREFERENCE",
+        "jsonl": "nemo_rl.data.row_sources:JSONL",
+        "huggingface": "nemo_rl.data.row_sources:HUGGINGFACE",
+        "reasoning_gym": "nemo_rl.data.reasoning_gym_rows:REASONING_GYM",
+        "nemo_gym": "nemo_rl.data.nemo_gym_dataset:NEMO_GYM_DATASET",
+        "verifiers": "nemo_rl.environments.ecosystem.verifiers:VERIFIERS_DATASET",
+        "harbor": "nemo_rl.environments.ecosystem.harbor:HARBOR_DATASET",
+        "OpenMathInstruct-2": "nemo_rl.data.public_datasets:OPEN_MATH_INSTRUCT_2",
+        "DeepScaleR": "nemo_rl.data.public_datasets:DEEP_SCALER",
+        "AIME2024": "nemo_rl.data.public_datasets:AIME_2024",
+        "AIME2025": "nemo_rl.data.public_datasets:AIME_2025",
+        "AIME2026": "nemo_rl.data.public_datasets:AIME_2026",
+        "DAPOMath17K": "nemo_rl.data.public_datasets:DAPO_MATH_17K",
+        "DAPOMathAIME2024": "nemo_rl.data.public_datasets:DAPO_MATH_AIME_2024",
+        "NuminaMath-1.5": "nemo_rl.data.public_datasets:NUMINA_MATH",
+        "OpenR1-Math-220k": "nemo_rl.data.public_datasets:OPEN_R1_MATH",
+        "MATH-500": "nemo_rl.data.public_datasets:MATH_500",
+        "gsm8k": "nemo_rl.data.public_datasets:GSM8K",
+        "tulu3_sft_mixture": "nemo_rl.data.public_datasets:TULU3_SFT_MIXTURE",
+        "Nemotron-Cascade-2-SFT-Math": "nemo_rl.data.public_datasets:NEMOTRON_CASCADE_MATH",
+        "squad": "nemo_rl.data.public_datasets:SQUAD",
+        "HelpSteer3": "nemo_rl.data.public_datasets:HELPSTEER3",
+        "Tulu3Preference": "nemo_rl.data.public_datasets:TULU3_PREFERENCE",
         "spell_backward": "nemo_rl.quickstart.words:SPELL_BACKWARD",
-        "open_assistant": "nemo_rl.data.sources:OPEN_ASSISTANT",
-        "csv": "nemo_rl.data.sources:CSV",
-        "mmlu_csv": "nemo_rl.data.sources:MMLU_CSV",
-        "mmlu": "nemo_rl.data.sources:MMLU",
-        "mmlu_pro": "nemo_rl.data.sources:MMLU_PRO",
-        "gpqa": "nemo_rl.data.sources:GPQA",
-        "gpqa_diamond": "nemo_rl.data.sources:GPQA_DIAMOND",
+        "open_assistant": "nemo_rl.data.public_datasets:OPEN_ASSISTANT",
+        "csv": "nemo_rl.data.row_sources:CSV",
+        "mmlu_csv": "nemo_rl.data.public_datasets:MMLU_CSV",
+        "mmlu": "nemo_rl.data.public_datasets:MMLU",
+        "mmlu_pro": "nemo_rl.data.public_datasets:MMLU_PRO",
+        "gpqa": "nemo_rl.data.public_datasets:GPQA",
+        "gpqa_diamond": "nemo_rl.data.public_datasets:GPQA_DIAMOND",
     },
-    adapter="nemo_rl.data.sources:adapt_dataset",
+    adapter="nemo_rl.data.row_sources:adapt_dataset",
 )
 PROCESSORS = Kind(
     noun="a processor",

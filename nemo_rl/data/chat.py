@@ -129,7 +129,7 @@ class ChatEncoder:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the tokenizer; None where a server has it."""
+        """Return the tokenizer; None if the server renders."""
         return self._tokenizer
 
     @property
@@ -160,7 +160,7 @@ class ChatEncoder:
 
     @property
     def edge_token_ids(self) -> tuple[int | None, int | None]:
-        """Return the tokenizer's first and last token of a sequence; None where it has none."""
+        """Return the tokenizer's first and last token of a sequence; None if missing."""
         tokenizer: Any = self._tokenizer  # whose ids are typed as those of any special token
         return tokenizer.bos_token_id, tokenizer.eos_token_id
 
@@ -202,8 +202,8 @@ class ChatEncoder:
     def encode_answer(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """Return the tokens that the model should write for an assistant's message in a turn that has been opened.
 
-        They are the template's text of the message, up to the token that ends its turn; where the template ends turns
-        by text alone, the end-of-sequence token stands for that.
+        They are the template's text of the message, up to the token that ends its turn; if the template ends turns
+        by text alone, the end-of-sequence token replaces that.
 
         Raises ConfigError when the template refuses the message, drops its text or its thinking, or renders it
         differently from the opening of a turn.
@@ -275,7 +275,7 @@ class ChatEncoder:
 
     @cached_property
     def _terminator(self) -> str:
-        """Return the special token that the template renders after an assistant's text; empty if there is none."""
+        """Return the special token that the template renders after an assistant's text; empty if it renders none."""
         past, following = Message("assistant", ""), (Message("user", "next"),)
         try:
             tail = self._text_after_sentinel(past, following, ())
@@ -418,7 +418,7 @@ class TextOnlyChatEncoder(ChatEncoder):
 
 
 def _find_rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any | None:
-    """Return the `tokenizers.Tokenizer` that decodes for a tokenizer; None where its class decodes by itself.
+    """Return the `tokenizers.Tokenizer` that decodes for a tokenizer; None if its class decodes itself.
 
     Decoding a few tokens through transformers takes three times as long (2.8 us in place of 0.8).
     """

@@ -1,6 +1,6 @@
 """Messages as JSON: OpenAI's chat form, which rows and programs use, and the form of this project's own records.
 
-A plain string is a valid content everywhere. The bodies of the gateway's APIs are read in gateway/dialects/content.py.
+A plain string is a valid content everywhere. gateway/dialects/ reads the bodies of the gateway's APIs.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, get_args
 from nemo_rl.errors import DataError
 from nemo_rl.types import PART_TYPES, Message, Part, Role, TextPart, ThinkingPart, ToolCall, ToolResult
 
-TEXT_TYPES = ("text", "input_text", "output_text")  # of a part, in OpenAI's two APIs and in Anthropic's
+TEXT_TYPES = ("text", "input_text", "output_text")  # types of text parts in OpenAI's and Anthropic's APIs
 _TYPE_NAMES = {part_type: name for name, part_type in PART_TYPES.items()}
 
 
@@ -33,16 +33,16 @@ def to_openai_tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 def parse_message(item: Any, where: str = "message") -> Message:
-    """Return an OpenAI message as the project's.
+    """Parse a message in OpenAI's shape.
 
-    An assistant's `reasoning_content` is thinking before its content, as `to_openai_message` writes it.
+    An assistant's `reasoning_content` becomes thinking before its content, as `to_openai_message` writes it.
 
-    Raises DataError, naming the place below `where`, for an unknown role, for content that the policy cannot read, for
-    a call without a name, and for thinking or an answered call that the role cannot have.
+    Raises DataError, with the path below `where`, for an unknown role, content that the policy cannot read, a call
+    without a name, and thinking or an answered call in a message whose role cannot have it.
     """
     if not isinstance(item, Mapping) or item.get("role") not in get_args(Role):
-        raise DataError(f"{where}: {item!r} is no message with a role of {', '.join(get_args(Role))}")
-    role, calls = item["role"], item.get("tool_calls") or ()
+        raise DataError(f"{where}: {item!r} is not a message with a role of {', '.join(get_args(Role))}")
+    role, calls = item["role"], _list_at(item, "tool_calls", where)
     calls = tuple(_parse_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
     call_id = item.get("tool_call_id")
     if call_id and role != "tool":
@@ -59,10 +59,45 @@ def parse_message(item: Any, where: str = "message") -> Message:
     return Message(role, "".join(part.text for part in content), calls, call_id if role == "tool" else None)
 
 
+def parse_messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Parse a row's `messages`; raises DataError with the path of what is no message."""
+    if not isinstance(row["messages"], list | tuple):
+        raise DataError(f"messages is {row['messages']!r:.80}, not a list of messages")
+    return tuple(parse_message(item, f"messages[{i}]") for i, item in enumerate(row["messages"]))
+
+
+def parse_tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return a row's `tools`, OpenAI's tool schemas; raises DataError for one without a function's name."""
+    tools = _list_at(row, "tools", "")
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            example = '{"type": "function", "function": {"name": ...}}'
+            raise DataError(f"tools[{index}] is {tool!r:.80}, without a function's name; allowed: {example}")
+    return tuple(tools)
+
+
+def _list_at(item: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
+    value = item.get(name)
+    if value is not None and not isinstance(value, list | tuple):
+        raise DataError(f"{where}.{name} is {value!r:.80}, not a list".lstrip("."))
+    return value or ()
+
+
+def check_text(text: str, where: str) -> str:
+    """Return the text; raises DataError for half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise DataError(f"{where} has half a surrogate pair, {half}, at character {error.start}") from error
+    return text
+
+
 def _parse_reasoning(item: Mapping[str, Any], where: str, *, has_thinking: bool) -> tuple[ThinkingPart, ...]:
     reasoning, where = item.get("reasoning_content"), f"{where}.reasoning_content"
     if reasoning is None or (reasoning == "" and (has_thinking or item["role"] != "assistant")):
-        return ()  # a column of a table that this row leaves empty
+        return ()  # an empty cell of a table's column
     if item["role"] != "assistant":
         raise DataError(f"{where}: thinking in a message of role {item['role']}; only the assistant thinks")
     if not isinstance(reasoning, str):
@@ -73,12 +108,12 @@ def _parse_reasoning(item: Mapping[str, Any], where: str, *, has_thinking: bool)
 
 
 def parse_content(content: Any, where: str = "content") -> tuple[TextPart | ThinkingPart, ...]:
-    """Return the parts of a message's content: a text, or a list of parts of type text or thinking.
+    """Parse a message's content: a text, or a list of parts of type text or thinking.
 
-    Raises DataError that names the part's index and type for an image, audio, a file and whatever else is no text.
+    Raises DataError, with the part's index and type, for images, audio, files and all other types.
     """
     if content is None or isinstance(content, str):
-        return (TextPart(content),) if content else ()
+        return (TextPart(check_text(content, where)),) if content else ()
     if not isinstance(content, Sequence):
         raise DataError(f"{where} is {content!r:.80}, not a text or a list of parts")
     return tuple(_parse_part(part, f"{where}[{i}]") for i, part in enumerate(content))
@@ -93,6 +128,7 @@ def _parse_part(part: Any, where: str) -> TextPart | ThinkingPart:
     text = part.get("thinking", part.get("text")) if kind == "thinking" else part.get("text")
     if not isinstance(text, str):
         raise DataError(f"{where} has no text: {part!r:.80}")
+    check_text(text, where)
     return ThinkingPart(text) if kind == "thinking" else TextPart(text)
 
 
@@ -102,11 +138,14 @@ def _parse_tool_call(call: Any, where: str) -> ToolCall:
         raise DataError(f"{where} has no function.name")
     arguments = function.get("arguments", "{}")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return ToolCall(call.get("id") or "", function["name"], text)
+    call_id = call.get("id") or ""
+    if not isinstance(call_id, str):
+        raise DataError(f"{where}.id is {call_id!r:.80}, not a text")
+    return ToolCall(call_id, function["name"], text)
 
 
 def to_record(message: Message) -> dict[str, Any]:
-    """Return a message as records hold it: role, content, calls; and its parts where these do not say everything."""
+    """Return a message as records hold it: role, content, calls, and its parts if these do not determine them."""
     row: dict[str, Any] = {"role": message.role, "content": message.content}
     if calls := message.tool_calls:
         row["tool_calls"] = [asdict(call) for call in calls]
@@ -118,7 +157,7 @@ def to_record(message: Message) -> dict[str, Any]:
 
 
 def parse_record(row: Mapping[str, Any]) -> Message:
-    """Return the message of `to_record`; raises KeyError, TypeError or ValueError for a row that is none."""
+    """Parse a row of `to_record`; raises KeyError, TypeError or ValueError if the row is not a message."""
     if (parts := row.get("parts")) is not None:
         return Message(row["role"], tuple(_part_from_dict(part) for part in parts))
     calls = tuple(ToolCall(**call) for call in row.get("tool_calls") or ())

@@ -5,23 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from nemo_rl.config.data import DatasetConfig
-from nemo_rl.config.supervised import PreferenceDataConfig
+from nemo_rl.config.data import DatasetConfig, Overlong
+from nemo_rl.config.supervised_runs import PreferenceDataConfig
 from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.conversations import Conversation, encode_conversation, make_prompt_encoder
+from nemo_rl.data.example_sets import ExampleSet, load_examples
 from nemo_rl.data.messages import parse_content
 from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format
+from nemo_rl.data.row_sources import load_rows
 from nemo_rl.data.rows import Row, convert_rows
-from nemo_rl.data.sources import load_rows
-from nemo_rl.data.supervised import (
-    Conversation,
-    ExampleSet,
-    PairSample,
-    SupervisedDataset,
-    encode_conversation,
-    load_examples,
-    make_prompt_encoder,
-)
-from nemo_rl.errors import DataError
+from nemo_rl.data.supervised_samples import PairSample, SupervisedDataset
+from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, ThinkingPart
 
 logger = logging.getLogger(__name__)
@@ -53,7 +47,7 @@ PreferenceSet: TypeAlias = ExampleSet[Preference]
 
 
 def load_preferences(config: PreferenceDataConfig, run_seed: int) -> tuple[PreferenceSet, tuple[PreferenceSet, ...]]:
-    """Return the training blend of pairs and the validation sets, as `load_examples` of supervised.py."""
+    """Return the training blend of pairs and the validation sets, as example_sets.load_examples does."""
     return load_examples(config, run_seed, _load_dataset)
 
 
@@ -63,7 +57,7 @@ def read_preferences(rows: Sequence[Row], section: DatasetConfig, *, key: str) -
     - `prompt` (or `input_key`) a text or messages, or `messages`; `chosen` and `rejected` texts;
     - `chosen` and `rejected` whole conversations, of which the last messages are the answers;
     - `context` a text or messages, and two `completions`, each a message with its `rank`, of which the lower is better;
-    - `context`, `response1`, `response2`, and `overall_preference`, which is below 0 where the first is better.
+    - `context`, `response1`, `response2`, and `overall_preference`, which is below 0 if the first is better.
 
     Raises DataError naming the dataset and the row that cannot be read.
     """
@@ -75,29 +69,39 @@ def read_preferences(rows: Sequence[Row], section: DatasetConfig, *, key: str) -
     return pairs
 
 
-def encode_preferences(encoder: ChatEncoder, loaded: PreferenceSet, *, max_tokens: int) -> SupervisedDataset:
-    """Encode a whole set; a pair with a side of more than `max_tokens` tokens is dropped and counted.
+def encode_preferences(
+    encoder: ChatEncoder, loaded: PreferenceSet, *, max_tokens: int, overlong: Overlong = "drop"
+) -> SupervisedDataset:
+    """Encode a whole set; a pair with a side of more than `max_tokens` tokens is masked, dropped or refused.
 
-    Only the answers are trained on, whatever the assistant says in the prompt.
+    It is counted, except for the last, which raises ConfigError. Only the answers are trained on, not the assistant's
+    messages in the prompt.
 
     Raises DataError when no pair is left, and ConfigError as `encode_conversation` does.
     """
     encode_prompt = make_prompt_encoder(encoder)
-    samples = []
-    for preference in loaded.examples:
+    samples, num_overlong = [], 0
+    for number, preference in enumerate(loaded.examples):
         sides = (encode_conversation(encoder, Conversation(each), encode_prompt) for each in preference.conversations)
-        chosen, rejected = (side.with_last_answer() for side in sides)
-        if max(len(chosen.token_ids), len(rejected.token_ids)) <= max_tokens:
-            samples.append(PairSample(chosen, rejected))
-    num_overlong = len(loaded.examples) - len(samples)
+        pair = PairSample(*(side.with_last_answer() for side in sides))
+        longest = max(len(side.token_ids) for side in pair.rows)
+        if longest > max_tokens:
+            num_overlong += 1
+            if overlong == "refuse":
+                problem = f"pair {number} of {loaded.name!r} has {longest} tokens on a side"
+                raise ConfigError("data.max_input_seq_length", max_tokens, problem)
+            if overlong == "drop":
+                continue
+            pair = pair.masked()
+        samples.append(pair)
     if num_overlong:
         logger.warning(
-            "%s: dropped %d of %d pairs with more than %d tokens on a side",
-            loaded.name, num_overlong, len(loaded.examples), max_tokens,
+            "%s: %s %d of %d pairs with more than %d tokens on a side",
+            loaded.name, "dropped" if overlong == "drop" else "masked", num_overlong, len(loaded.examples), max_tokens,
         )  # fmt: skip
-    if not samples:
+    if num_overlong == len(loaded.examples):
         raise DataError(f"{loaded.name}: no pair has at most {max_tokens} tokens on either side")
-    return SupervisedDataset(loaded.name, samples, num_overlong, num_overlong)
+    return SupervisedDataset(loaded.name, samples, num_overlong, num_overlong if overlong == "drop" else 0)
 
 
 def _load_dataset(section: DatasetConfig, seed: int, key: str) -> list[Preference]:
@@ -153,7 +157,7 @@ def _prompt(prompt: Any, row_format: RowFormat) -> tuple[Message, ...]:
 
 
 def _complete(messages: tuple[Message, ...], row_format: RowFormat) -> tuple[Message, ...]:
-    """Return a prompt of messages with the dataset's system prompt where it has none; raises DataError."""
+    """Return a prompt of messages with the dataset's system prompt if it lacks one; raises DataError."""
     if not messages or messages[-1].role == "assistant":
         raise DataError("the prompt must end with a message that is not the assistant's")
     if row_format.prompt_text != PLACEHOLDER:
@@ -179,7 +183,7 @@ def _messages(messages: Any) -> tuple[Message, ...]:
 
 
 def _content(value: Any, index: int) -> str:
-    """Return the text of a message's content; raises DataError for thinking, images and what else is no text."""
+    """Return the text of a message's content; raises DataError for thinking, images and other parts."""
     if not isinstance(value, list):
         return _text(value, "content")
     parts = parse_content(value, f"messages[{index}].content")

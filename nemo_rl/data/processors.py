@@ -3,6 +3,7 @@
 `processor` names one, built in or by dotted path; without it the row's shape decides.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -10,7 +11,8 @@ from typing import Any, TypeAlias
 from nemo_rl.config.data import DatasetConfig, find_dataset
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.registries import PROCESSORS
-from nemo_rl.data.messages import parse_message
+from nemo_rl.data.messages import check_text, parse_messages, parse_tools
+from nemo_rl.data.reasoning_gym_rows import check_entry
 from nemo_rl.data.rows import Row, convert_rows
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.recipes import find_prompt
@@ -81,15 +83,25 @@ def adapt_processor(key: str, path: str, target: Any) -> Entry[DatasetConfig]:
 def read_question_answer(row: Row, row_format: RowFormat) -> Prompt:
     """Return the prompt of a row with a question in one field and its answer in another."""
     question, answer = row[row_format.input_key], row[row_format.output_key]
-    if not isinstance(question, str):
-        raise DataError(f"{row_format.input_key!r} is {type(question).__name__}, not text")
+    if not isinstance(question, str) or not question.strip():
+        raise DataError(f"{row_format.input_key!r} is {question!r:.80}; allowed: a text")
+    check_text(question, row_format.input_key)
+    check_answer(answer, row_format.output_key)
     return Prompt("", row_format.task_name, row_format.messages(question), {"answer": str(answer)})
+
+
+def check_answer(answer: object, where: str) -> None:
+    """Raise DataError for what no response can equal: anything but a text that is not blank, or a finite number."""
+    is_usable = isinstance(answer, int) or (isinstance(answer, float) and math.isfinite(answer))
+    if not is_usable and not (isinstance(answer, str) and answer.strip()):
+        raise DataError(f"{where!r} is {answer!r:.80}; allowed: a text or a finite number")
 
 
 def read_final_answer(row: Row, row_format: RowFormat) -> Prompt:
     """Return the prompt of a row whose worked solution ends with "####" and the answer, as in GSM8K."""
     prompt = read_question_answer(row, row_format)
     answer = prompt.env_state["answer"].rpartition("####")[2].strip().replace(",", "")
+    check_answer(answer, f"{row_format.output_key} after ####")
     return Prompt("", prompt.task_name, prompt.messages, {"answer": answer})
 
 
@@ -98,7 +110,7 @@ def read_messages(row: Row, row_format: RowFormat) -> Prompt:
 
     A last assistant message is the answer; the row's other fields go to the environment.
     """
-    messages = tuple(parse_message(item, f"messages[{i}]") for i, item in enumerate(row["messages"]))
+    messages = parse_messages(row)
     state = {name: value for name, value in row.items() if name not in ("messages", "tools")}
     if messages and messages[-1].role == "assistant":
         state.setdefault("answer", messages[-1].content)
@@ -111,11 +123,12 @@ def read_messages(row: Row, row_format: RowFormat) -> Prompt:
     if last.role == "user":
         question = row_format.prompt_text.replace(PLACEHOLDER, last.content)
         messages = (*messages[:-1], Message("user", question))
-    return Prompt("", row_format.task_name, messages, state, tuple(row.get("tools") or ()))
+    return Prompt("", row_format.task_name, messages, state, parse_tools(row))
 
 
 def read_reasoning_gym_entry(row: Row, row_format: RowFormat) -> Prompt:
     """Return the prompt of a reasoning_gym entry; the environment gets all of it, since the task scores with it."""
+    check_entry(row["task"], row["entry"])
     return Prompt("", row_format.task_name, row_format.messages(row["entry"]["question"]), dict(row))
 
 

@@ -1,35 +1,36 @@
-"""Prompts: sequences that need not be in memory, their ids, and their training order, resumable to the exact position.
+"""Sequences of prompts that need not be in memory, and the ids of prompts.
 
 `Blend` concatenates lazily made prompts with others and gives ids. A lazy prompt is made from its row each time it is
-needed. What is needed of all prompts at once (ids, agents, environments) is known without reading rows again.
+needed. Ids, agents and environments of all prompts are known without reading rows again.
 """
 
-import hashlib
-import random
+import sys
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, overload
 
 import numpy as np
 
-from nemo_rl.data.rows import Rows, describe_row_error
-from nemo_rl.errors import DataError
+from nemo_rl.data.rows import Rows, SelectedRows, describe_row_error
+from nemo_rl.errors import DataError, UnusableRowError
 from nemo_rl.types import Prompt
+
+SAMPLE_ROWS = 1_000  # of each part, checked before a model loads
 
 
 @dataclass(frozen=True, slots=True)
 class Blend(Sequence[Prompt]):
     """The concatenated prompts of several parts, with ids.
 
-    An id is a digest of what the prompt is made of, numbered where it repeats, so a prompt keeps its id when others are
+    An id is a digest of the prompt's content, numbered if it repeats, so a prompt keeps its id when others are
     added, removed or moved. A slice is a blend too.
     """
 
     parts: tuple["LazyPrompts | InMemoryPrompts", ...]
-    positions: "array[int]"  # of its prompts in the concatenated parts
+    positions: "array[int]"  # indices of its prompts in the concatenated parts
     repeats: "array[int]"  # for each prompt: how many earlier ones have the same digest
 
     @classmethod
@@ -82,6 +83,18 @@ class Blend(Sequence[Prompt]):
                 yield replace(prompt, prompt_id=_prompt_id(part.digests[row], self.repeats[index]))
                 index += 1
 
+    def spread(self, *, all_in_memory: bool = False) -> list[int]:
+        """Return the indices of at most SAMPLE_ROWS prompts of each part, evenly spread over it.
+
+        With `all_in_memory` they are all indices of parts in memory.
+        """
+        bounds = [bisect_left(self.positions, start) for start in (*self._part_offsets(), sys.maxsize)]
+        chosen: list[int] = []
+        for part, (low, high) in zip(self.parts, pairwise(bounds), strict=True):
+            is_whole = all_in_memory and isinstance(part, InMemoryPrompts)
+            chosen += (low + index for index in spread(high - low, high - low if is_whole else SAMPLE_ROWS))
+        return chosen
+
     def _part_offsets(self) -> list[int]:
         """Return the position at which each part begins."""
         return list(accumulate((len(part) for part in self.parts[:-1]), initial=0))
@@ -91,6 +104,7 @@ class LazyPrompts:
     """One prompt per row, without ids, made when it is needed.
 
     Every row is read once at construction, so that an unusable one is found at the start: DataError names file:line.
+    With `is_sampled` only some are, and environments and agents are those of the sample.
     """
 
     def __init__(
@@ -99,14 +113,15 @@ class LazyPrompts:
         make_prompt: Callable[[dict[str, Any]], Prompt],
         *,
         digest: Callable[[Prompt], int] | None = None,
+        is_sampled: bool = False,
     ) -> None:
-        """`digest` returns what a prompt's id is made of; None: the digest of its row's text."""
+        """`digest` returns the digest that a prompt's id is made from; None: that of its row's text."""
         self.digests = rows.digests if digest is None else array("Q")
+        self.is_sampled = is_sampled
         self._rows = rows
         self._make_prompt = make_prompt
         tasks, agents = set(), set()
-        for index, row in enumerate(rows.rows()):
-            prompt = self._build_prompt(index, row)
+        for prompt in self.read(spread(len(rows), SAMPLE_ROWS) if is_sampled else range(len(rows))):
             tasks.add(prompt.task_name)
             agents.add(prompt.agent_name)
             if digest is not None:
@@ -130,15 +145,21 @@ class LazyPrompts:
         for index, row in zip(indices, self._rows.rows(indices), strict=True):
             yield self._build_prompt(index, row), row
 
+    def select(self, indices: Sequence[int]) -> "LazyPrompts":
+        """Return the prompts at `indices` alone."""
+        return LazyPrompts(SelectedRows(self._rows, indices), self._make_prompt, is_sampled=self.is_sampled)
+
     def _build_prompt(self, index: int, row: dict[str, Any]) -> Prompt:
         try:
             return self._make_prompt(row)
         except (DataError, KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{self._rows.location(index)}: {describe_row_error(error)}") from error
+            raise UnusableRowError(f"{self._rows.location(index)}: {describe_row_error(error)}") from error
 
 
 class InMemoryPrompts:
     """Prompts in memory, with the interface of lazy ones."""
+
+    is_sampled = False
 
     def __init__(self, prompts: Sequence[Prompt], digests: Sequence[int]) -> None:
         self.digests = array("Q", digests)
@@ -162,6 +183,11 @@ class InMemoryPrompts:
         return InMemoryPrompts(list(self.read(indices)), [self.digests[index] for index in indices])
 
 
+def spread(count: int, maximum: int) -> range:
+    """Return at most `maximum` indices below `count`, evenly spread: 10 and 3 give 0, 4, 8."""
+    return range(0, count, -(-count // maximum) if count else 1)
+
+
 def _prompt_id(digest: int, repeat: int) -> str:
     return f"{digest:016x}-{repeat}" if repeat else f"{digest:016x}"
 
@@ -176,114 +202,3 @@ def _count_earlier_duplicates(digests: np.ndarray) -> "array[int]":
     repeats = np.empty(len(ordered), dtype=np.uint32)
     repeats[order] = ranks - np.maximum.accumulate(np.where(is_first, ranks, 0))
     return array("I", repeats.tobytes())
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedPrompt:
-    """A prompt and the epoch in which it is used; the two seed its samples."""
-
-    prompt: Prompt
-    epoch: int
-    prompt_index: int  # in the training order, over all epochs
-
-    @property
-    def group_id(self) -> str:
-        """Return the id of the prompt's group; it contains the index, since datasets may share prompt ids."""
-        return f"{self.epoch}:{self.prompt.prompt_id}:{self.prompt_index}"
-
-
-class PromptLoader:
-    """Prompts in training order, each once per epoch, for `max_epochs` epochs.
-
-    The order of an epoch is a function of (seed, epoch) alone, so the state is a count and the indices of re-queued
-    prompts. Prompts are read from `prompts` when they are taken, so those of a large file are never all in memory.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int, max_epochs: int) -> None:
-        if not prompts:
-            raise DataError("there are no prompts to train on")
-        self._prompts = prompts
-        self._shuffle = shuffle
-        self._seed = seed
-        self._max_epochs = max_epochs
-        self._next = 0
-        self._put_back: tuple[int, ...] = ()  # indices before the next one that are to be taken again
-        self._order: tuple[int, Sequence[int]] = (0, self._epoch_order(0))
-        self._fingerprint = fingerprint(self._prompts, shuffle=shuffle, seed=seed)  # once, for every state
-
-    @property
-    def consumed(self) -> int:
-        """Return the number of prompts taken and not put back, over all epochs."""
-        return self._next - len(self._put_back)
-
-    @property
-    def num_put_back(self) -> int:
-        """Return the number of prompts that were put back; `take` returns them first."""
-        return len(self._put_back)
-
-    @property
-    def epoch(self) -> int:
-        """Return the number of complete epochs; `max_epochs` once the data is exhausted."""
-        return self.epoch_after(self.consumed)
-
-    @property
-    def data_exhausted(self) -> bool:
-        """Return whether `take` has nothing left."""
-        return not self._put_back and self._next >= self._max_epochs * len(self._prompts)
-
-    def epoch_after(self, num_prompts: int) -> int:
-        """Return the number of complete epochs in `num_prompts` prompts."""
-        return num_prompts // len(self._prompts)
-
-    def take(self, count: int) -> tuple[LoadedPrompt, ...]:
-        """Return the next `count` prompts, across epochs; fewer at the end of the last epoch, none after it.
-
-        Prompts that were put back come first.
-        """
-        again, self._put_back = self._put_back[:count], self._put_back[count:]
-        end = min(self._next + count - len(again), self._max_epochs * len(self._prompts))
-        taken = tuple(self.at(prompt_index) for prompt_index in (*again, *range(self._next, end)))
-        self._next = max(self._next, end)
-        return taken
-
-    def put_back(self, prompt_indices: Iterable[int]) -> None:
-        """Re-queue prompts, in training order, before all others."""
-        self._put_back = tuple(sorted({*self._put_back, *prompt_indices}))
-
-    def at(self, prompt_index: int) -> LoadedPrompt:
-        """Return the prompt at an index of the training order, whether or not it was taken."""
-        epoch, offset = divmod(prompt_index, len(self._prompts))
-        if self._order[0] != epoch:
-            self._order = (epoch, self._epoch_order(epoch))
-        return LoadedPrompt(self._prompts[self._order[1][offset]], epoch, prompt_index)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data."""
-        return {"consumed": self._next, "put_back": list(self._put_back), "data": self._fingerprint}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state_dict`; raises DataError when the prompts, their order or the seed differ."""
-        if state["data"] != self._fingerprint:
-            raise DataError("the checkpoint was made with other training prompts, another seed or another data.shuffle")
-        self._next = state["consumed"]
-        self._put_back = tuple(state["put_back"])
-
-    def _epoch_order(self, epoch: int) -> Sequence[int]:
-        return epoch_order(len(self._prompts), epoch, shuffle=self._shuffle, seed=self._seed)
-
-
-def epoch_order(count: int, epoch: int, *, shuffle: bool, seed: int) -> Sequence[int]:
-    """Return the indices 0 to count - 1 in the order of one epoch: a function of (seed, epoch) alone."""
-    if not shuffle:
-        return range(count)
-    order = array("I", range(count))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order
-
-
-def fingerprint(prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> str:
-    """Return a digest of what determines the training order: the prompts, their order, shuffling and seed."""
-    digest = hashlib.sha256(f"{seed}\n{shuffle}".encode())
-    for prompt_id in prompts.prompt_ids() if isinstance(prompts, Blend) else (prompt.prompt_id for prompt in prompts):
-        digest.update(f"\n{prompt_id}".encode())
-    return digest.hexdigest()[:16]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
-from nemo_rl.errors import DataError
+from nemo_rl.errors import DataError, UnusableRowError
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def describe_row_error(error: Exception) -> str:
 
 
 class Rows(Protocol):
-    """Rows that are read when they are needed: `RowFile` or `InMemoryRows`."""
+    """Rows that are read when they are needed: `RowFile`, `TableRows`, `InMemoryRows`, or some of them."""
 
     digests: "array[int]"
 
@@ -101,7 +101,7 @@ class RowFile:
         self.path = path
         self._offsets = array("Q")
         self._lengths = array("I")
-        self.digests = array("Q")  # of each row's text
+        self.digests = array("Q")  # digest of each row's text
         with self._open() as file:
             self._state = FileState.of(file)
             offset = 0
@@ -111,7 +111,7 @@ class RowFile:
                 if line.strip():
                     self._offsets.append(offset)
                     self._lengths.append(len(line))
-                    self.digests.append(_digest(line))
+                    self.digests.append(digest_text(line))
                 offset += len(line)
 
     def __len__(self) -> int:
@@ -148,7 +148,7 @@ class RowFile:
         self._check_size(file)
         file.seek(self._offsets[index])
         line = file.read(self._lengths[index])
-        if _digest(line) != self.digests[index]:
+        if digest_text(line) != self.digests[index]:
             raise DataError(f"{self.path}: was changed while it is in use: row {index} is not the one that was indexed")
         return _parse_object(line.rstrip(), lambda: self.location(index))  # an error counts columns in this line
 
@@ -185,8 +185,33 @@ class InMemoryRows:
         return (self.row(index) for index in (range(len(self)) if indices is None else indices))
 
     def location(self, index: int) -> str:
-        """Return where a row stands, for errors."""
+        """Return the location of a row, for errors."""
         return f"{self._source}: row {index}"
+
+
+class SelectedRows:
+    """Some rows of others, with their interface."""
+
+    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
+        self._rows = rows
+        self._indices = array("I", indices)
+        self.digests = array("Q", (rows.digests[index] for index in indices))
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Read one row."""
+        return self._rows.row(self._indices[index])
+
+    def rows(self, indices: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the rows at `indices`, or all rows in order."""
+        chosen = self._indices if indices is None else array("I", (self._indices[index] for index in indices))
+        return self._rows.rows(chosen)
+
+    def location(self, index: int) -> str:
+        """Return the location of a row, for errors."""
+        return self._rows.location(self._indices[index])
 
 
 def _parse_object(line: str | bytes, locate: Callable[[], str]) -> dict[str, Any]:
@@ -194,21 +219,21 @@ def _parse_object(line: str | bytes, locate: Callable[[], str]) -> dict[str, Any
     try:
         row = json.loads(line if isinstance(line, str) else line.decode("utf-8"))
     except json.JSONDecodeError as error:
-        raise DataError(f"{locate()}: no valid JSON: {error.msg} at column {error.colno}") from error
+        raise UnusableRowError(f"{locate()}: no valid JSON: {error.msg} at column {error.colno}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{locate()}: is not UTF-8 text: {error.reason}") from error
+        raise UnusableRowError(f"{locate()}: is not UTF-8 text: {error.reason}") from error
     except RecursionError as error:
-        raise DataError(f"{locate()}: JSON that is nested too deeply; allowed: some hundred levels") from error
+        raise UnusableRowError(f"{locate()}: JSON that is nested too deeply; allowed: some hundred levels") from error
     except ValueError as error:  # a whole number of thousands of digits
-        raise DataError(f"{locate()}: a number is too long: {error}") from error
+        raise UnusableRowError(f"{locate()}: a number is too long: {error}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{locate()}: a JSON object was expected, not {type(row).__name__}")
+        raise UnusableRowError(f"{locate()}: a JSON object was expected, not {type(row).__name__}")
     return row
 
 
-def _digest(line: bytes) -> int:
-    """Return the digest of a row's text without its line end."""
-    return int.from_bytes(hashlib.blake2b(line.strip(), digest_size=DIGEST_BYTES).digest())
+def digest_text(text: bytes) -> int:
+    """Return the digest of a row's text without the space around it."""
+    return int.from_bytes(hashlib.blake2b(text.strip(), digest_size=DIGEST_BYTES).digest())
 
 
 def _stringify_keys(value: Any) -> Any:

@@ -12,6 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.errors import ConfigError
 
+SPECIAL = b"\xff"  # begins the piece of a special token, and no text in UTF-8
+TURN_END = SPECIAL + SPECIAL + b"turn end"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -67,23 +71,18 @@ def valid_utf8_prefix(data: bytes) -> bytes:
     return data
 
 
-SPECIAL = b"\xff"  # begins the piece of a special token, and no text in UTF-8
-TURN_END = SPECIAL + SPECIAL + b"turn end"
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-
-
 @dataclass(frozen=True)
 class Vocabulary:
     """The tokens of one tokenizer as bytes.
 
-    A special token's piece is SPECIAL and its name, so that it equals that of the same name alone; all tokens that end
-    a turn are TURN_END. An empty piece is an id that stands for nothing.
+    A special token's piece is SPECIAL and its name, so that it equals only that of the same name; all tokens that end
+    a turn are TURN_END. An empty piece is an unused id.
     """
 
     pieces: tuple[bytes, ...]  # by token id
     texts: tuple[bytes, ...]  # the same, special tokens as the text they are written as
     turn_end: int  # the token that ends a turn of the chat template
-    strips_leading_space: bool = False  # of a response: SentencePiece puts one before whatever begins a text
+    strips_leading_space: bool = False  # responses begin without the space that SentencePiece puts before a text
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[int]) -> "Vocabulary":

@@ -17,7 +17,7 @@ import numpy as np
 import ray
 import ray.exceptions
 
-from nemo_rl.distributed.cluster import ReservedSlot, connect
+from nemo_rl.distributed.cluster import ReservedSlot, connect, use_node_interface
 from nemo_rl.errors import WorkerDied, WorkerError, WorkerTimeout
 
 
@@ -40,9 +40,10 @@ class _ActorHost:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=cls.__name__)
         self._target: Any = None
         self._construction_error: _RemoteError | None = None
+        use_node_interface()
         try:
             self._target = self._executor.submit(partial(cls, *args, **kwargs)).result()
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # the constructor is user code: reported to the caller of each method  # noqa: BLE001
             self._construction_error = _describe_error(error)
 
     async def call(self, name: str, payload: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
@@ -54,7 +55,7 @@ class _ActorHost:
             if inspect.iscoroutinefunction(method.func):
                 return await method()
             return await asyncio.get_running_loop().run_in_executor(self._executor, method)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # user code's; they would end the actor
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # raised by user code; they would end the actor  # noqa: BLE001
             return _describe_error(error)
 
     async def stream(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
@@ -64,7 +65,7 @@ class _ActorHost:
         try:
             async for item in getattr(self._target, name)(*args, **kwargs):
                 yield item
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # user code, as in `call`  # noqa: BLE001
             yield _describe_error(error)
 
 
@@ -81,10 +82,8 @@ class ActorHandle:
     async def call(self, name: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """Return the result of method `name`.
 
-        Raises WorkerError when the method raised, WorkerTimeout when `timeout_s` passed, WorkerDied when the process is
-        gone; a call
-        that ran out of time or was cancelled here is cancelled there too, if it is `async def` (a thread runs on to
-        its end).
+        Raises WorkerError if the method raised, WorkerTimeout after `timeout_s`, WorkerDied if the process is gone. A
+        call that timed out or was cancelled here is cancelled there too if it is `async def`; a thread runs to its end.
         """
         return await self.call_with_payload(name, (args, kwargs), timeout_s=timeout_s)
 
@@ -163,13 +162,13 @@ def spawn_actor(
     label: str | None = None,
     **kwargs: Any,
 ) -> ActorHandle:
-    """Make `cls(*args, **kwargs)` in a process of its own, and return without waiting for it.
+    """Make `cls(*args, **kwargs)` in a process of its own and return at once.
 
     `num_cpus`, `num_gpus` and `resources` are set aside on the machine that it is placed on; `max_concurrency` calls
     run at once, more wait. A process that dies is restarted up to `max_restarts` times. `env_vars` are set before the
     process imports anything. `slot`: on reserved resources (distributed/cluster.py), seeing its GPUs. `num_threads`
     is that of methods that are not `async`; None: `max_concurrency`. `label` names it in error messages; None: the
-    class's. An error of the constructor is raised by every call. Connects to Ray where that has not been done.
+    class's. An error of the constructor is raised by every call. Connects to Ray if necessary.
     """
     connect()
     env_vars = {**(slot.env_vars if slot else {}), **(env_vars or {})}
@@ -190,19 +189,8 @@ def spawn_actor(
     return ActorHandle(actor, label or cls.__name__)
 
 
-def unwrap_actor_class(actor_class: Any) -> type:
-    """Return the class that `@ray.remote` decorates."""
-    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
-
-
-def env_vars_of(actor_class: Any) -> dict[str, str]:
-    """Return the environment variables of the `runtime_env` that `@ray.remote` was given."""
-    runtime_env = (getattr(actor_class, "_default_options", None) or {}).get("runtime_env") or {}
-    return dict(runtime_env.get("env_vars") or {})
-
-
 def _short_reason(error: BaseException) -> str:
-    """Return Ray's reason without its advice: how the process ended where it knows, else its first line."""
+    """Return Ray's reason without its advice: how the process ended if known, else its first line."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     found = next((line.partition("Worker exit detail:")[2] for line in lines if "Worker exit detail:" in line), "")
     detail = found.partition("Some common causes")[0].strip()
@@ -216,7 +204,7 @@ def put_bytes(content: np.ndarray) -> Any:
 
 
 def get_bytes(reference: Any, timeout_s: float) -> np.ndarray:
-    """Return what was put, read-only, without a copy on a machine that has it; raises WorkerError where it is lost."""
+    """Return what was put, read-only, without a copy on a machine that has it; raises WorkerError if it is lost."""
     try:
         return ray.get(reference, timeout=timeout_s)
     except ray.exceptions.RayError as error:

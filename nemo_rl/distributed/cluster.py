@@ -23,26 +23,38 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.layout import DeviceSlot, Layout
-from nemo_rl.distributed.machine import LOOPBACK_INTERFACE, write_private
+from nemo_rl.distributed.machine import LOOPBACK_INTERFACE, interface_of, write_private
 from nemo_rl.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 256 * 2**20  # of a local cluster at least; weights have their own way
-SHARED_MEMORY = Path("/dev/shm")  # in which Ray keeps its store
+OBJECT_STORE_BYTES = 256 * 2**20  # minimum of a local cluster; weights do not go through it
+SHARED_MEMORY = Path("/dev/shm")  # Ray's store is in it
 ADDRESS_KEYS = "cluster.address, else RAY_ADDRESS"
 CONNECT_TIMEOUT_S = 30.0
-CPUS_PER_NODE = 0.01  # reserved: a bundle must hold something; how many threads compute is not Ray's to count
+CPUS_PER_NODE = 0.01  # a bundle must hold something; Ray does not count compute threads
 POLL_S = 1  # Ray wants whole seconds
-PROBE_S = 120.0  # for a node to report its GPUs
+PROBE_S = 120.0  # limit for a node to report its GPUs
 TOKEN, TOKEN_FILE, TOKEN_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"  # Ray's variables
 TOKEN_BYTES = 32
+UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"  # Ray reads the variable into a constant of this name at import
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's variable, read when a process group is made
 HEAD_TIMEOUT, HEAD_TIMEOUT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", "15"  # after which a local cluster is given up
 
 
 def node_ip() -> str:
     """Return the address by which the cluster reaches this machine; needs no connection to a cluster."""
     return ray.util.get_node_ip_address()
+
+
+def use_node_interface() -> None:
+    """Let gloo, in this process and those that it starts, listen at the address by which the cluster knows this node.
+
+    By itself it listens at the address of the host's name, which is 127.0.1.1 on Debian and Ubuntu: other nodes would
+    connect to themselves. An interface that the environment names is kept.
+    """
+    if (interface := interface_of(node_ip())) is not None:
+        os.environ.setdefault(GLOO_INTERFACE, interface)
 
 
 def cluster_address(address: str | None = None) -> str | None:
@@ -58,16 +70,18 @@ def connect(
     object_store_bytes: int = 0,
     env_vars: Mapping[str, str] | None = None,
 ) -> None:
-    """Join the cluster at `address` or RAY_ADDRESS, or start a local one; nothing where this process is connected.
+    """Join the cluster at `address` or RAY_ADDRESS, or start a local one; do nothing if already connected.
 
     `num_cpus` is what a local cluster may hand out; None: the machine's cores. `object_store_bytes` is what is in the
     object store of a node at once: a local cluster is started with as much, and a smaller store is warned of.
     `env_vars` are set for all actors. A local cluster listens on the loopback interface alone and requires a token;
     one that is joined gets the token of this process's environment.
-    Raises WorkerError when there is no cluster at the address, or it refuses the token.
+    Raises WorkerError if there is no cluster at the address, or it refuses the token.
     """
     if ray.is_initialized():
         return
+    if UV_RUN not in os.environ:  # else Ray would build the environment of `uv run` again for every worker
+        setattr(ray_constants, UV_RUN, False)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if env_vars:
         quiet["runtime_env"] = {"env_vars": dict(env_vars)}
@@ -101,7 +115,7 @@ def connect(
 
 
 def ensure_token() -> None:
-    """Make a token for the clusters that this process starts, unless its environment has one.
+    """Create a token for the clusters that this process starts, unless its environment has one.
 
     The variable, which the processes of the cluster inherit, names a file of mode 600 in a directory of mode 700; both
     are removed when this process ends. Ray's own token, ~/.ray/auth_token, is shared by all clusters of a user, and
@@ -120,11 +134,11 @@ def _loopback_only() -> Iterator[None]:
     """Let the cluster that is started in the block listen on the loopback interface alone.
 
     Ray 2.60 listens there if that is the node's address, and replaces `_node_ip_address="127.0.0.1"` by another one
-    (services.resolve_ip_for_localhost), except where RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 when it is imported: here the
+    (services.resolve_ip_for_localhost), except if RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 when it is imported: here the
     constant that it makes of this is set for the block. Gloo, in ranks and engines, inherits the interface.
     """
     if LOOPBACK_INTERFACE is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -157,9 +171,9 @@ def warn_of_small_stores(records: Iterable[Mapping[str, Any]], needed: int) -> N
 
 
 def _check_reachable(address: str) -> None:
-    """Raise WorkerError where nothing listens, or the token is refused: Ray itself would try for minutes."""
+    """Raise WorkerError if nothing listens or the token is refused: Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdecimal():  # "auto", or Ray's to understand
+    if "://" in address or not host or not port.isdecimal():  # "auto", or a form that Ray parses
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
@@ -197,7 +211,7 @@ class ReservedSlot:
 
     node_id: str
     node_ip: str
-    node_cpus: float  # of the whole node
+    node_cpus: float  # cores of the whole node
     strategy: Any  # Ray's scheduling strategy
     env_vars: Mapping[str, str]
 

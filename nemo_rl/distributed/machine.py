@@ -1,26 +1,30 @@
-"""This machine: cache directory, open-file limit, OpenMP's threads, free ports, weight files, and processes that end
-with the trainer."""
+"""This machine: cache directory, memory nodes, open files, OpenMP threads, private files, interfaces and ports."""
 
-import asyncio
 import contextlib
 import ctypes
-import fcntl
 import logging
 import os
 import random
 import resource
-import select
-import signal
 import socket
-import tempfile
-import threading
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
+
+RESERVED_FILES = 256  # for the engine, datasets, checkpoints and logs of the same process
+FILES_PER_CONNECTION = 2  # both ends, since an agent may live in this process too
+UNLIMITED = 2**20  # requested if there is no hard limit: kernels have one of their own
+OMP_PAUSE_HARD = 2  # OpenMP 5.0: release the threads and all state
+LOOPBACK_INTERFACE = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+EPHEMERAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux's ports for outgoing connections
+FIRST = 20_000  # the lowest port that is handed out: Ray's workers listen below
+
+_LIBRARIES = ctypes.CDLL(None)  # all libraries of this process; OpenMP's runtime comes with torch
 
 
 def cache_directory() -> Path:
@@ -28,13 +32,21 @@ def cache_directory() -> Path:
     return Path(os.environ.get("NEMO_RL_CACHE", Path.home() / ".cache" / "nemo_rl"))
 
 
-RESERVED_FILES = 256  # for the engine, datasets, checkpoints and logs of the same process
-FILES_PER_CONNECTION = 2  # an agent may live in this process too, and hold the other end
-UNLIMITED = 2**20  # requested where there is no hard limit: kernels have one of their own
+def num_memory_nodes() -> int:
+    """Return the number of NUMA nodes of this machine; 0 if the kernel does not report them."""
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has an IP address; None if this machine does not have it."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one where that is allowed; return the limit in force."""
+    """Raise the soft limit of open files to the hard one if allowed; return the limit in force."""
     soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
     if soft >= hard:
         return soft
@@ -59,49 +71,36 @@ def _finite(limit: int) -> int:
     return UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
 
-OMP_PAUSE_HARD = 2  # of OpenMP 5.0: give up the threads, and keep no state
-
-
 def release_openmp_threads() -> None:
-    """Give up the OpenMP threads that the calling thread has computed with; its next parallel work makes new ones.
+    """Release the OpenMP threads of the calling thread; its next parallel work makes new ones.
 
-    Each thread that computes keeps a team of its own. Once all teams together have more threads than the machine has
-    cores, GNU's OpenMP no longer lets a team's threads spin between two parallel regions but puts them to sleep, which
-    takes longer than the regions of a small model (docs/benchmarks.md). So a thread that computes in turn with others
-    calls this before it waits. Does nothing with a runtime that lacks `omp_pause_resource_all`.
+    Each computing thread keeps a team of its own. Once all teams together have more threads than the machine has cores,
+    GNU's OpenMP puts a team to sleep between two parallel regions instead of letting it spin, which takes longer than
+    the regions of a small model (docs/benchmarks.md). So a thread that takes turns with others calls this before it
+    waits. Does nothing if the runtime lacks `omp_pause_resource_all`.
     """
     if (pause := getattr(_LIBRARIES, "omp_pause_resource_all", None)) is not None:
         pause(OMP_PAUSE_HARD)
 
 
 def compute_in_turn(function: Callable[..., ResultT], *args: Any) -> ResultT:
-    """Return the function's result, and release the OpenMP threads of the calling thread, also where it raises."""
+    """Return the function's result; release the OpenMP threads of the calling thread, also if it raises."""
     try:
         return function(*args)
     finally:
         release_openmp_threads()
 
 
-_LIBRARIES = ctypes.CDLL(None)  # all that this process has loaded: the runtime comes with torch
-
-
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner may read: a configuration, or a secret."""
+    """Write a file that only its owner may read: a configuration or a secret."""
     with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(text)
-
-
-LOOPBACK_INTERFACE = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-
-# Linux's ports of outgoing connections, and of port 0.
-EPHEMERAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-FIRST = 20_000  # Ray's workers listen below
 
 
 def unused_ports(number: int, host: str = "127.0.0.1") -> list[int]:
     """Return random distinct free ports at `host`, between 20,000 and the kernel's ephemeral range.
 
-    Where that range begins below 20,000, the ports are in it. Raises OSError where there are not enough.
+    If that range begins below 20,000, the ports are in it. Raises OSError if there are not enough.
     """
     candidates = _candidate_ports()
     ports: list[int] = []
@@ -126,7 +125,7 @@ def unused_port(host: str = "127.0.0.1") -> int:
 def listen_on(host: str, port: int = 0) -> tuple[int, int]:
     """Return the descriptor of a socket that listens at `host` alone, and its port; 0: a free one.
 
-    torch's TCPStore, which checks no token, would listen on all addresses of the machine; it takes the descriptor over.
+    torch's TCPStore, which checks no token, would listen on all addresses of the machine; it takes over the descriptor.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
@@ -143,112 +142,5 @@ def _candidate_ports() -> list[int]:
     except (OSError, ValueError, IndexError):
         end = 32_768
     ports = list(range(FIRST, end))
-    random.SystemRandom().shuffle(ports)  # not the run's random numbers
+    random.SystemRandom().shuffle(ports)  # leaves the run's random state alone
     return ports
-
-
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX, SUFFIX = "nemo_rl_weights_", ".bin"
-
-
-def default_directory() -> Path:
-    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-
-
-def remove_stale_weight_files(directory: Path) -> None:
-    """Remove weight files without a lock: their runs were killed.
-
-    A lock rather than the process id in the name: containers that share memory do not share process ids.
-    """
-    for path in directory.glob(f"{PREFIX}*{SUFFIX}"):
-        try:
-            file = os.open(path, os.O_RDWR)
-        except OSError:  # gone meanwhile, or another user's
-            continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            logger.info("removed the stale weight file %s of a killed run", path)
-        except OSError:  # locked: in use
-            pass
-        finally:
-            os.close(file)
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """The work of some processes so far; two of them tell whether they do anything."""
-
-    cpu_ticks: int  # CPU time of all their threads
-    num_stopped: int  # processes in the state of a SIGSTOP
-
-
-def read_activity(pids: Collection[int]) -> Activity | None:
-    """Return the activity of processes of this machine; those that have ended count nothing. Source: proc(5).
-
-    None: none of them can be read, since all have ended or this machine hides /proc.
-    """
-    found = [fields for pid in pids if (fields := _read_status(pid))]
-    if not found:
-        return None
-    cpu_ticks = sum(int(fields[11]) + int(fields[12]) for fields in found)
-    return Activity(cpu_ticks, num_stopped=sum(fields[0] == "T" for fields in found))
-
-
-POLL_PERIOD_S = 1.0  # between two polls of processes
-
-
-async def wait_until_idle(pids: Collection[int], limit_s: float, *, may_wait: bool = False) -> None:
-    """Return once the processes have done nothing for `limit_s`; never without processes that can be read at first.
-
-    Idle are processes that use no CPU time, or, where they may wait for others, that are stopped. Only the time that
-    this process has looked on counts: a machine that stands still makes nothing idle.
-    """
-    period, idle_s, before = min(POLL_PERIOD_S, limit_s / 4), 0.0, read_activity(pids)
-    if before is None:
-        await asyncio.Event().wait()
-    while idle_s < limit_s:
-        await asyncio.sleep(period)
-        now = read_activity(pids)
-        is_idle = (now is not None and now.num_stopped > 0) or (now == before and not may_wait)
-        idle_s, before = (idle_s + period if is_idle else 0.0), now
-
-
-def kill_children(pids: Collection[int]) -> None:
-    """Kill those processes that this one, or another of them, has started.
-
-    An id may have been reused by another process.
-    """
-    parents = {os.getpid(), *pids}
-    for pid in pids:
-        if (fields := _read_status(pid)) and int(fields[1]) in parents:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _read_status(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on; none of a process that does not exist."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # after the name in brackets
-    except OSError:
-        return []
-
-
-def end_with(trainer: int) -> None:
-    """Kill this process, and its parent where that is not the trainer, as soon as the trainer has ended."""
-    core = os.getppid()
-    try:
-        handle = os.pidfd_open(trainer)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return
-    except OSError:  # a kernel without it: the death of the parent is all that is noticed
-        return
-
-    def wait() -> None:
-        select.select([handle], [], [])
-        if core != trainer and os.getppid() == core:
-            os.kill(core, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="end-with-trainer", daemon=True).start()

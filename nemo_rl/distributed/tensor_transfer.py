@@ -1,8 +1,8 @@
 """Named tensors from one process to others: through a bucket on the device that they share, or as a broadcast stream.
 
-Bucket: the sender fills it, the receivers copy it out and say so, and so on; neither holds more than the bucket beside
-what it has anyway. It is shared by CUDA's handles for memory of another process, and on a CPU by a file descriptor.
-They meet at a Unix socket of this machine whose name contains the device.
+Bucket: the sender fills it, the receivers copy it out and acknowledge, repeatedly; either needs no extra memory but the
+bucket. It is shared by CUDA IPC handles, on a CPU by a file descriptor. Both meet at a Unix socket of this machine
+whose name contains the device.
 Stream: chunks that are broadcast to many processes at once, in a process group of their own.
 """
 
@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -27,11 +28,15 @@ from nemo_rl.distributed.machine import listen_on
 from nemo_rl.errors import WorkerError
 
 BUCKET_BYTES = 512 * 2**20
+# to meet, and per tensor or bucket; below the limit of the policy ranks' own collectives, which wait meanwhile
+TIMEOUT_S = 120.0
 ALIGNMENT = 64  # bytes
 CHUNK_BYTES = 64 * 2**20
 ABORTED = -1
-RETRY_S = 0.05  # to reach a sender that does not listen yet
-DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor, torch 2.13
+REPORT_S = 5.0  # for members to report that a broadcast has failed for them, too
+NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # torch reads it when a group is made
+RETRY_S = 0.05  # between attempts to reach a sender that does not listen yet
+DEVICE_ARGUMENT = 6  # position among rebuild_cuda_tensor's arguments, torch 2.13
 
 Header = list[tuple[str, torch.dtype, torch.Size, int]]  # name, dtype, shape, offset in the chunk
 
@@ -41,7 +46,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor in the bucket; the whole of it where it fits."""
+    """A part of a tensor in the bucket, or the whole tensor if it fits."""
 
     name: str
     dtype: str
@@ -56,7 +61,7 @@ class Piece:
 
 
 def new_token() -> str:
-    """Return what distinguishes the meetings of one run from all others."""
+    """Return a random token that distinguishes the meetings of one run from all others."""
     return secrets.token_hex(8)
 
 
@@ -77,7 +82,7 @@ def send_tensors(
     """Send all tensors to `num_receivers` processes that call `receive_tensors` for the same device.
 
     Tensors may be on other devices; each is released before the next one is requested. Raises WorkerError naming the
-    device where receivers do not come, or do not answer, within `timeout_s`.
+    device if receivers do not connect or answer within `timeout_s`.
     """
     name = device_name(device)
     peers: list[_Peer] = []
@@ -129,9 +134,9 @@ def fill(bucket: torch.Tensor, tensors: Iterable[tuple[str, torch.Tensor]]) -> I
 
 
 def receive_tensors(token: str, *, device: torch.device, timeout_s: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a sender of this device sends, in memory of their own; iterate to the end, since the sender waits.
+    """Yield the sender's tensors, each in memory of its own; iterate to the end, since the sender waits.
 
-    Raises WorkerError where no sender answers within `timeout_s`, or where it fails.
+    Raises WorkerError if no sender answers within `timeout_s`, or if it fails.
     """
     name = device_name(device)
     try:
@@ -158,7 +163,7 @@ def receive_tensors(token: str, *, device: torch.device, timeout_s: float) -> It
 def _assemble(
     pieces: Iterable[Piece], own: torch.Tensor, partial: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors that are complete; `partial` keeps the others, by name."""
+    """Yield complete tensors; `partial` keeps the others, by name."""
     for piece in pieces:
         dtype = getattr(torch, piece.dtype)
         content = own[piece.offset : piece.offset + piece.num_bytes]
@@ -215,7 +220,7 @@ class _Peer:
             arguments = list(pickle.loads(message))
             arguments[DEVICE_ARGUMENT] = device.index  # processes may number the same device differently
             return rebuild_cuda_tensor(*arguments)
-        storage_type: Any = torch.UntypedStorage  # its private half, as torch.multiprocessing uses it
+        storage_type: Any = torch.UntypedStorage  # private API that torch.multiprocessing uses too
         storage = storage_type._new_shared_fd_cpu(descriptors[0], message)
         os.close(descriptors[0])
         return torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -288,12 +293,16 @@ class Rendezvous:
         return self._store.port
 
 
+class StreamBroken(WorkerError):
+    """A member of a tensor stream did not come, or took no part in a broadcast; the stream is unusable."""
+
+
 class TensorStream:
     """The member `name` of the group `members`; the constructor waits for all of them, at most `timeout_s`.
 
     The first member sends, the others receive. `device` is where tensors are received; with backend "nccl" it is a CUDA
-    device of the member's own. Groups of one store differ in their number. Raises WorkerError naming the members that
-    did not come: NCCL itself would wait for them without a limit.
+    device of the member's own. Groups of one store differ in their number. Raises StreamBroken naming the members that
+    did not come, for which NCCL itself would wait without a limit, or that took no part in a broadcast.
     """
 
     def __init__(
@@ -310,20 +319,26 @@ class TensorStream:
     ) -> None:
         self.group = group
         self._device = device
+        self._name = name
+        self._peers = [member for member in members if member != name]
+        self._timeout_s = timeout_s
+        self._is_broken = False
         timeout, size = timedelta(seconds=timeout_s), len(members)
         try:
             rank = members.index(name)
-            store = dist.PrefixStore(f"group{group}", dist.TCPStore(host, port, is_master=False, timeout=timeout))
-            _meet(store, members, name, timeout)
+            self._is_sender = rank == 0
+            self._store = dist.PrefixStore(f"group{group}", dist.TCPStore(host, port, is_master=False, timeout=timeout))
+            _meet(self._store, members, name, timeout)
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                self._members: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+                with _errors_raised():
+                    self._members: Any = dist.ProcessGroupNCCL(self._store, rank, size, options)
             else:
-                self._members = dist.ProcessGroupGloo(store, rank, size, timeout)
+                self._members = dist.ProcessGroupGloo(self._store, rank, size, timeout)
             self._broadcast(torch.zeros(1, device=device))  # connects: a barrier for all members
         except (RuntimeError, ValueError) as error:
-            raise WorkerError(
+            raise StreamBroken(
                 f"{name} could not join the {size} members of a tensor stream at {host}:{port}: {error}"
             ) from error
 
@@ -343,7 +358,8 @@ class TensorStream:
                 self._send_chunk(chunk)
             finished = True
         finally:
-            self._broadcast(torch.tensor([0 if finished else ABORTED, 0], device=self._device))
+            if not self._is_broken:
+                self._broadcast(torch.tensor([0 if finished else ABORTED, 0], device=self._device))
 
     def _send_chunk(self, chunk: list[tuple[str, torch.Tensor]]) -> None:
         header: Header = []
@@ -378,8 +394,46 @@ class TensorStream:
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._members.broadcast([tensor], options).wait()
+        try:
+            self._members.broadcast([tensor], options).wait()
+        except RuntimeError as error:
+            self._is_broken = True
+            reason = str(error).partition("\n")[0]
+            raise StreamBroken(f"{self._blame()} within {self._timeout_s:g} s: {reason}") from error
         return tensor
+
+    def _blame(self) -> str:
+        """Tell the other members that the stream broke here; the sender returns which of them are silent about it."""
+        silent: list[str] = []
+        with suppress(RuntimeError):  # torch's: the store has gone
+            self._store.set(f"broken/{self._name}", "")
+            if self._is_sender:
+                silent = self._find_silent_peers()
+        if silent:
+            return f"{', '.join(silent)} took no part in a broadcast"
+        return f"{self._name} saw no end of a broadcast"
+
+    def _find_silent_peers(self) -> list[str]:
+        with suppress(RuntimeError):  # torch's: one is silent
+            self._store.wait([f"broken/{peer}" for peer in self._peers], timedelta(seconds=REPORT_S))
+        return [peer for peer in self._peers if not self._store.check([f"broken/{peer}"])]
+
+
+@contextmanager
+def _errors_raised() -> Iterator[None]:
+    """Let the NCCL groups that are made in the block raise errors and missed deadlines where their work is awaited.
+
+    By default a watchdog thread ends the whole process at either.
+    """
+    before = os.environ.get(NCCL_BLOCKING_WAIT)
+    os.environ[NCCL_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NCCL_BLOCKING_WAIT]
+        else:
+            os.environ[NCCL_BLOCKING_WAIT] = before
 
 
 def _meet(store: dist.Store, members: Sequence[str], name: str, timeout: timedelta) -> None:

@@ -1,14 +1,7 @@
-"""The interpreters that NeMo-RL's Ray classes name in `runtime_env`: here one environment serves all of them."""
+"""NeMo-RL's import path of its interpreters."""
 
-import sys
+from nemo_rl.compat.environment_interface import PY_EXECUTABLES
+from nemo_rl.compat.python_names import refuse
 
-from nemo_rl import nemo_rl_names
-
-
-class PY_EXECUTABLES:
-    """The running interpreter, under every name."""
-
-    SYSTEM = BASE = VLLM = FSDP = AUTOMODEL = MCORE = NEMO_GYM = sys.executable
-
-
-__getattr__ = nemo_rl_names.refuse(__name__)
+__all__ = ["PY_EXECUTABLES"]
+__getattr__ = refuse(__name__)

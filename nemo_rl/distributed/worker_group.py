@@ -23,8 +23,8 @@ from nemo_rl.errors import WorkerDied, WorkerError
 
 logger = logging.getLogger(__name__)
 
-MAX_KEPT_RECORDS = 10_000  # not yet read; the oldest are dropped first
-PROBE_S = 5.0  # for a live worker to answer, whatever else it does
+MAX_KEPT_RECORDS = 10_000  # unread records; the oldest are dropped first
+PROBE_S = 5.0  # limit for a live worker to answer, even a busy one
 PIDS_S = 120.0
 MAX_CONCURRENT_CALLS = 8  # a method of the object, the log, the probes
 TAIL_LINES = 20
@@ -184,7 +184,7 @@ class WorkerGroup:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _end_all(self, rank: int, error: BaseException | None) -> BaseException:
-        """End all workers; return the error to raise: that of a rank that has died where there is one."""
+        """End all workers; return the error to raise: that of a dead rank if there is one."""
         if not isinstance(error, WorkerError):
             return error or WorkerError("unknown")
         if not isinstance(error, WorkerDied):
@@ -253,7 +253,7 @@ class Worker:
     """One worker's process; methods that are not its own are those of the object that `make` created."""
 
     def __init__(self, log_file: Path | None, level: int) -> None:
-        if log_file is not None and log_file.parent.is_dir():  # on another machine it may not be there
+        if log_file is not None and log_file.parent.is_dir():  # may not exist on another machine
             _redirect_output(log_file)
         self._target: Any = None
         self._records = _LogCapture(level)

@@ -1,1 +1,1 @@
-"""`nemo-rl doctor`: what it measures of a machine and of a recipe's files, and its findings."""
+"""`nemo-rl doctor`: measurements of a machine and of a recipe's files, and its findings."""

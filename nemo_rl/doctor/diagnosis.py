@@ -1,19 +1,17 @@
 """`nemo-rl doctor`: faults of this machine and of a recipe's files, each with its cause and its cure.
 
-`probe_machine` and `probe_recipe` measure; `diagnose` judges what they found and touches nothing, so that a test can
-plant each fault.
+`Facts` and `probe_recipe` measure; `diagnose` judges these values alone, so that a test can plant each fault.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeAlias
 
-from nemo_rl.commands import Command, ExitCode
-from nemo_rl.distributed.devices import MIN_DRIVERS
-from nemo_rl.doctor.facts import GIB, Facts, Gpu, RecipeFacts, probe_machine, probe_recipe
+from nemo_rl.command_line import Command, ExitCode
+from nemo_rl.distributed.devices import MIN_DRIVERS, has_kernels_for
+from nemo_rl.doctor.facts import GIB, Facts, Gpu, RecipeFacts, probe_recipe
 
 INSTALL = "pip install 'nemo-rl[cpu]'"
 
@@ -26,9 +24,6 @@ class Finding:
     cause: str
     cure: str
     is_warning: bool = False
-
-
-Check: TypeAlias = Callable[[Facts], Iterator[Finding]]
 
 
 def _check_python(facts: Facts) -> Iterator[Finding]:
@@ -70,7 +65,7 @@ def _check_gpus(facts: Facts) -> Iterator[Finding]:
         hidden = "CUDA_VISIBLE_DEVICES hides them" if facts.cuda_visible_devices == "" else "nvidia-smi lists none"
         yield Finding("gpu", f"driver {facts.driver} is loaded without a GPU: {hidden}", "unset CUDA_VISIBLE_DEVICES")
     for gpu in facts.gpus:
-        yield from _check_gpu(gpu)
+        yield from _check_gpu(gpu, facts.torch_architectures)
     if len({gpu.total_bytes for gpu in facts.gpus}) > 1:
         cure = "choose equal ones with CUDA_VISIBLE_DEVICES"
         yield Finding("gpu", "the GPUs have different memories: the smallest decides for all", cure, is_warning=True)
@@ -80,13 +75,23 @@ def _check_gpus(facts: Facts) -> Iterator[Finding]:
         yield Finding("gpu", f"no peer access between GPUs {pairs}: collectives are slow", cure, is_warning=True)
 
 
-def _check_gpu(gpu: Gpu) -> Iterator[Finding]:
+def _check_gpu(gpu: Gpu, architectures: Sequence[str]) -> Iterator[Finding]:
+    if gpu.capability is not None and not has_kernels_for(gpu.capability, architectures):
+        own, built_for = "sm_{}{}".format(*gpu.capability), ", ".join(architectures)
+        cure = f"choose another GPU with CUDA_VISIBLE_DEVICES, or install a torch that is built for {own}"
+        yield Finding("gpu", f"GPU {gpu.index} is {own}, and torch is built for {built_for}", cure)
     if gpu.used_bytes > 0.1 * gpu.total_bytes:
         cause = f"GPU {gpu.index}: {gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.0f} GiB are in use"
         yield Finding("gpu", cause, "end the processes that nvidia-smi lists, or choose other GPUs")
     if gpu.ecc_errors:
         cause = f"GPU {gpu.index} has {gpu.ecc_errors} uncorrected memory errors"
         yield Finding("gpu", cause, "reset or replace it: nvidia-smi -q -d ECC")
+
+
+def _check_compiler(facts: Facts) -> Iterator[Finding]:
+    if facts.gpus and facts.has_vllm_cuda and facts.compiler_problem is not None:
+        cause, _, cure = facts.compiler_problem.partition(": ")
+        yield Finding("compiler", cause, cure)
 
 
 def _check_memory(facts: Facts) -> Iterator[Finding]:
@@ -187,26 +192,18 @@ def _check_models(facts: Facts, recipe: RecipeFacts) -> Iterator[Finding]:
             yield Finding("chat template", f"{key} = {model.name}: its tokenizer has none", cure)
 
 
-CHECKS: tuple[Check, ...] = (
-    _check_python,
-    _check_libraries,
-    _check_gpus,
-    _check_memory,
-    _check_limits,
-    _check_disks,
-    _check_ray,
-    _check_recipe,
-)
-
-
 def diagnose(facts: Facts) -> list[Finding]:
     """Return all faults, then all warnings."""
-    found = [finding for check in CHECKS for finding in check(facts)]
+    checks = (
+        *(_check_python, _check_libraries, _check_gpus, _check_compiler, _check_memory),
+        *(_check_limits, _check_disks, _check_ray, _check_recipe),
+    )
+    found = [finding for check in checks for finding in check(facts)]
     return sorted(found, key=lambda finding: finding.is_warning)
 
 
 def format_findings(findings: list[Finding], facts: Facts) -> str:
-    """Format what was found for a reader."""
+    """Format the findings for a reader."""
     lines = [facts.summary()]
     for finding in findings:
         kind = "warning" if finding.is_warning else "FAULT"
@@ -223,7 +220,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> ExitCode:
-    facts = probe_machine(probe_recipe(parsed.config, parsed.overrides) if parsed.config else None)
+    facts = Facts(recipe=probe_recipe(parsed.config, parsed.overrides) if parsed.config else None)
     findings = diagnose(facts)
     if parsed.json:
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
@@ -234,7 +231,7 @@ def _run(parsed: argparse.Namespace) -> ExitCode:
 
 DOCTOR = Command(
     "Check this machine, and with --config a recipe's files too: each fault with its cause and its cure.\n"
-    "Loads no model and changes nothing. The exit code is 1 where there is a fault.",
+    "Loads no model and changes nothing. The exit code is 1 if there is a fault.",
     _add_arguments,
     _run,
     program="nemo-rl doctor",

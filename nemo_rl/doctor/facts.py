@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -18,8 +19,9 @@ from typing import Any
 
 import psutil
 
-from nemo_rl.config.commands import LOADERS, verb_of
+from nemo_rl.config.config_command import LOADERS, verb_of
 from nemo_rl.data.rows import read_jsonl
+from nemo_rl.distributed.compiler import compiler_problem
 from nemo_rl.distributed.devices import driver_version
 from nemo_rl.distributed.machine import cache_directory, unused_ports
 from nemo_rl.errors import CombinedConfigError, ConfigError, DataError
@@ -27,8 +29,10 @@ from nemo_rl.launch.model_files import MODEL_FILE, QUICKSTART_MODEL, checkpoint_
 from nemo_rl.recipes import find_recipe
 
 GIB = 2**30
-TIMEOUT_S = 3.0  # of one question to the driver or to a server
-MAX_ROWS = 2000  # of a data file that are read
+TIMEOUT_S = 3.0  # deadline of one question to the driver or to a server
+MAX_ROWS = 2000  # rows read per data file
+PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+TRUE = ("1", "true", "yes", "on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class Gpu:
     total_bytes: int
     used_bytes: int
     ecc_errors: int = 0
+    capability: tuple[int, int] | None = None  # e.g. (9, 0); None: an old nvidia-smi does not know it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,104 +79,6 @@ class RecipeFacts:
     asks_wandb: bool = False
     asks_tensorboard: bool = False
     asks_megatron: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Everything that `diagnose` judges."""
-
-    python: tuple[int, int]
-    platform: str
-    wrong_libraries: Mapping[str, tuple[str, str | None]]  # name -> (range, version; None: not installed)
-    has_vllm_cpu: bool
-    has_vllm_cuda: bool
-    has_torchvision: bool
-    has_wandb: bool
-    has_tensorboard: bool
-    has_megatron: bool
-    torch_cuda: str | None  # the CUDA version that torch is built for; None: none
-    driver: str | None
-    gpus: tuple[Gpu, ...]
-    without_peer_access: tuple[str, ...]  # "0-1"
-    cuda_visible_devices: str | None
-    num_cpus: int
-    free_memory: int
-    free_shared_memory: int | None  # None: it is missing or cannot be written
-    max_files: int  # the hard limit, to which every run raises its own
-    max_processes: int
-    num_free_ports: int  # of 16
-    host: str
-    resolves_host: bool
-    proxy: str | None  # the variable that names one
-    skips_proxy: bool  # for local addresses
-    disks: Mapping[str, Disk]
-    ray_address: str | None
-    ray_answers: bool
-    ray_processes: tuple[int, ...]
-    ray_session_bytes: int
-    hf_home: str
-    is_offline: bool
-    has_wandb_key: bool
-    wandb_mode: str | None
-    recipe: RecipeFacts | None = None
-
-    def summary(self) -> str:
-        """Return the machine on one line."""
-        gpus = f"{len(self.gpus)} GPUs, driver {self.driver}" if self.driver else "no GPU"
-        engine = "vllm-cpu" if self.has_vllm_cpu else "vllm" if self.has_vllm_cuda else "no vLLM"
-        memory = f"{self.free_memory / GIB:.0f} GiB available"
-        return f"Python {self.python[0]}.{self.python[1]}, {self.num_cpus} cores, {memory}, {gpus}, {engine}"
-
-
-def probe_machine(recipe: RecipeFacts | None = None) -> Facts:
-    """Measure this machine; takes seconds, changes nothing."""
-    driver = driver_version()
-    address = os.environ.get("RAY_ADDRESS") or None
-    proxies = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(name)]
-    skipped = f"{os.environ.get('no_proxy', '')},{os.environ.get('NO_PROXY', '')}"
-    hf_home = _hf_home()
-    host = socket.gethostname()
-    return Facts(
-        python=sys.version_info[:2],
-        platform=sys.platform,
-        wrong_libraries=_wrong_libraries(),
-        has_vllm_cpu=_version("vllm-cpu") is not None,
-        has_vllm_cuda=_version("vllm") is not None,
-        has_torchvision=_version("torchvision") is not None,
-        has_wandb=_version("wandb") is not None,
-        has_tensorboard=_version("tensorboard") is not None,
-        has_megatron=_version("megatron-core") is not None,
-        torch_cuda=_torch_cuda(),
-        driver=driver,
-        gpus=_probe_gpus() if driver else (),
-        without_peer_access=_probe_peer_access() if driver else (),
-        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        num_cpus=len(os.sched_getaffinity(0)),
-        free_memory=psutil.virtual_memory().available,
-        free_shared_memory=_free_shared_memory(Path("/dev/shm")),
-        max_files=_hard_limit(resource.RLIMIT_NOFILE),
-        max_processes=_hard_limit(resource.RLIMIT_NPROC),
-        num_free_ports=_num_free_ports(16),
-        host=host,
-        resolves_host=_resolves(host),
-        proxy=next(iter(proxies), None),
-        skips_proxy=any(name in skipped for name in ("127.0.0.1", "*")),
-        disks={
-            "working directory": probe_disk(Path.cwd(), GIB),
-            "NEMO_RL_CACHE": probe_disk(cache_directory(), GIB),
-            "HF_HOME": probe_disk(hf_home, GIB),
-            "TMPDIR": probe_disk(Path(tempfile.gettempdir()), 2 * GIB),
-        },
-        ray_address=address,
-        ray_answers=address is None or _answers(address),
-        ray_processes=tuple(_ray_processes()),
-        ray_session_bytes=_size_of(Path("/tmp/ray")),
-        hf_home=str(hf_home),
-        is_offline=os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
-        has_wandb_key=_has_wandb_key(),
-        wandb_mode=os.environ.get("WANDB_MODE"),
-        recipe=recipe,
-    )
 
 
 def probe_recipe(name: str, overrides: Sequence[str]) -> RecipeFacts:
@@ -229,7 +136,7 @@ def _hf_home() -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """Return the mapping in a file; None where the file is missing, cut off or something else."""
+    """Return the mapping in a file; None if it is missing, cut off or no mapping."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -238,7 +145,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def probe_rows(path: Path) -> str | None:
-    """Return what is wrong with a file of JSON Lines, by its first rows; None: nothing."""
+    """Return the problem in the first rows of a file of JSON Lines; None if they are valid."""
     try:
         num_rows = sum(1 for _ in islice(read_jsonl(path), MAX_ROWS))
     except DataError as error:
@@ -314,6 +221,10 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _is_installed(package: str) -> bool:
+    return _version(package) is not None
+
+
 def _torch_cuda() -> str | None:
     """Return the CUDA version of torch's build from its own file, without importing torch."""
     spec = importlib.util.find_spec("torch")
@@ -324,15 +235,27 @@ def _torch_cuda() -> str | None:
     return namespace.get("cuda")
 
 
+def _torch_architectures() -> tuple[str, ...]:
+    """Return what torch is built for; nothing on a machine without a GPU, where importing torch is no use."""
+    if driver_version() is None or not _is_installed("torch"):
+        return ()
+    import torch
+
+    return tuple(torch.cuda.get_arch_list())
+
+
 def _probe_gpus() -> tuple[Gpu, ...]:
-    fields = "index,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
+    fields = "index,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,compute_cap"
     rows = _ask_driver(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     gpus = []
     for row in rows:
-        index, total, used, errors = (part.strip() for part in row.split(","))
+        index, total, used, errors, capability = (part.strip() for part in row.split(","))
         if not (total.isdigit() and used.isdigit()):
             continue  # [N/A]: a GPU that shares the host's memory
-        gpus.append(Gpu(int(index), int(total) * 2**20, int(used) * 2**20, int(errors) if errors.isdigit() else 0))
+        num_errors = int(errors) if errors.isdigit() else 0
+        major, _, minor = capability.partition(".")
+        known = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+        gpus.append(Gpu(int(index), int(total) * 2**20, int(used) * 2**20, num_errors, known))
     return tuple(gpus)
 
 
@@ -347,6 +270,8 @@ def _probe_peer_access() -> tuple[str, ...]:
 
 
 def _ask_driver(*arguments: str) -> list[str]:
+    if driver_version() is None:
+        return []
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -354,7 +279,7 @@ def _ask_driver(*arguments: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.strip()]
 
 
-def _free_shared_memory(directory: Path) -> int | None:
+def _free_shared_memory(directory: Path = Path("/dev/shm")) -> int | None:
     return shutil.disk_usage(directory).free if directory.is_dir() and os.access(directory, os.W_OK) else None
 
 
@@ -370,15 +295,31 @@ def _num_free_ports(number: int) -> int:
         return 0
 
 
-def _resolves(host: str) -> bool:
+def _resolves_host() -> bool:
     try:
-        socket.getaddrinfo(host, None)
+        socket.getaddrinfo(socket.gethostname(), None)
     except OSError:
         return False
     return True
 
 
-def _answers(address: str) -> bool:
+def _skips_proxy() -> bool:
+    skipped = f"{os.environ.get('no_proxy', '')},{os.environ.get('NO_PROXY', '')}"
+    return any(name in skipped for name in ("127.0.0.1", "*"))
+
+
+def _probe_disks() -> dict[str, Disk]:
+    return {
+        "working directory": probe_disk(Path.cwd(), GIB),
+        "NEMO_RL_CACHE": probe_disk(cache_directory(), GIB),
+        "HF_HOME": probe_disk(_hf_home(), GIB),
+        "TMPDIR": probe_disk(Path(tempfile.gettempdir()), 2 * GIB),
+    }
+
+
+def _ray_answers() -> bool:
+    """Return whether the cluster at RAY_ADDRESS answers; True without an address."""
+    address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdecimal():
         return True  # "auto", or Ray's to understand
@@ -413,3 +354,55 @@ def _has_wandb_key() -> bool:
     from nemo_rl.observability.loggers import has_api_key
 
     return has_api_key()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Everything that `diagnose` judges, each fact with its probe.
+
+    `Facts()` measures this machine: it takes seconds and changes nothing.
+    """
+
+    python: tuple[int, int] = sys.version_info[:2]
+    platform: str = sys.platform
+    wrong_libraries: Mapping[str, tuple[str, str | None]] = field(default_factory=_wrong_libraries)  # range, version
+    has_vllm_cpu: bool = field(default_factory=partial(_is_installed, "vllm-cpu"))
+    has_vllm_cuda: bool = field(default_factory=partial(_is_installed, "vllm"))
+    has_torchvision: bool = field(default_factory=partial(_is_installed, "torchvision"))
+    has_wandb: bool = field(default_factory=partial(_is_installed, "wandb"))
+    has_tensorboard: bool = field(default_factory=partial(_is_installed, "tensorboard"))
+    has_megatron: bool = field(default_factory=partial(_is_installed, "megatron-core"))
+    torch_cuda: str | None = field(default_factory=_torch_cuda)
+    torch_architectures: tuple[str, ...] = field(default_factory=_torch_architectures)
+    compiler_problem: str | None = field(default_factory=compiler_problem)  # of GPU kernels
+    driver: str | None = field(default_factory=driver_version)
+    gpus: tuple[Gpu, ...] = field(default_factory=_probe_gpus)
+    without_peer_access: tuple[str, ...] = field(default_factory=_probe_peer_access)  # "0-1"
+    cuda_visible_devices: str | None = field(default_factory=lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
+    num_cpus: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    free_memory: int = field(default_factory=lambda: psutil.virtual_memory().available)
+    free_shared_memory: int | None = field(default_factory=_free_shared_memory)  # None: missing or not writable
+    max_files: int = field(default_factory=partial(_hard_limit, resource.RLIMIT_NOFILE))  # the hard limit
+    max_processes: int = field(default_factory=partial(_hard_limit, resource.RLIMIT_NPROC))
+    num_free_ports: int = field(default_factory=partial(_num_free_ports, 16))  # at most 16
+    host: str = field(default_factory=socket.gethostname)
+    resolves_host: bool = field(default_factory=_resolves_host)
+    proxy: str | None = field(default_factory=lambda: next(filter(os.environ.get, PROXIES), None))  # a variable's name
+    skips_proxy: bool = field(default_factory=_skips_proxy)  # for local addresses
+    disks: Mapping[str, Disk] = field(default_factory=_probe_disks)
+    ray_address: str | None = field(default_factory=lambda: os.environ.get("RAY_ADDRESS") or None)
+    ray_answers: bool = field(default_factory=_ray_answers)
+    ray_processes: tuple[int, ...] = field(default_factory=lambda: tuple(_ray_processes()))
+    ray_session_bytes: int = field(default_factory=partial(_size_of, Path("/tmp/ray")))
+    hf_home: str = field(default_factory=lambda: str(_hf_home()))
+    is_offline: bool = field(default_factory=lambda: os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE)
+    has_wandb_key: bool = field(default_factory=_has_wandb_key)
+    wandb_mode: str | None = field(default_factory=lambda: os.environ.get("WANDB_MODE"))
+    recipe: RecipeFacts | None = None
+
+    def summary(self) -> str:
+        """Return the machine on one line."""
+        gpus = f"{len(self.gpus)} GPUs, driver {self.driver}" if self.driver else "no GPU"
+        engine = "vllm-cpu" if self.has_vllm_cpu else "vllm" if self.has_vllm_cuda else "no vLLM"
+        memory = f"{self.free_memory / GIB:.0f} GiB available"
+        return f"Python {self.python[0]}.{self.python[1]}, {self.num_cpus} cores, {memory}, {gpus}, {engine}"

@@ -12,13 +12,14 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from nemo_rl.distributed.machine import compute_in_turn
-from nemo_rl.environments.boundary import describe_exit
+from nemo_rl.environments.user_code import describe_exit
 from nemo_rl.errors import UserExitError
+from nemo_rl.observability.user_code_record import USER_CODE
 
 ResultT = TypeVar("ResultT")
 IDLE_THREAD_S = 10.0
 ADD_THREADS_S = 0.001
-_Outcome: TypeAlias = tuple[Any, BaseException | None]  # a result, or what was raised
+_Outcome: TypeAlias = tuple[Any, BaseException | None]  # a result, or the exception
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +34,7 @@ class BlockingCalls:
     """At most `max_concurrency` blocking calls at once; further calls wait for a slot. For one event loop at a time.
 
     Daemon threads make the calls: one makes all of them in turn as long as they are quick. While some wait, another
-    thread is added each ADD_THREADS_S; where no call has ended meanwhile, one for each call that waits. So a hundred
+    thread is added every ADD_THREADS_S, or one per waiting call if none has ended meanwhile. So a hundred
     quick calls, whose Python runs one at a time anyway, do not wake a hundred threads. A thread ends when no call has
     come for IDLE_THREAD_S, and unlike an executor's it is not joined when the interpreter exits.
 
@@ -45,24 +46,26 @@ class BlockingCalls:
     thread waits until the event loop sends it a message; the event loop is told that calls have ended.
     """
 
-    def __init__(self, name: str, max_concurrency: int) -> None:
+    def __init__(self, name: str, max_concurrency: int, *, user_code: str = "") -> None:
+        """`user_code`: the name of the user's functions for USER_CODE; empty: they are the project's."""
         self._name = name
+        self._user_code = user_code
         self._max_concurrency = max_concurrency
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots = asyncio.Semaphore(max_concurrency)
         self._waiting: deque[_BlockingCall] = deque()
         self._threads: set[threading.Thread] = set()
-        self._idle: list[SimpleQueue[None]] = []  # one of each idle thread, the last to come first
+        self._idle: list[SimpleQueue[None]] = []  # one per idle thread, the last used first
         self._ended: deque[tuple[_BlockingCall, _Outcome]] = deque()
         self._num_ended = 0
         self._num_abandoned = 0
-        self._is_loop_told = False  # of what is in `_ended`
+        self._is_loop_told = False  # the loop will look at `_ended`
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, function: Callable[[], ResultT], *, timeout_s: float | None = None) -> ResultT:
         """Return the function's result or raise its exception; raise TimeoutError `timeout_s` after it got a slot."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # nothing of an earlier one will ever run
+        if loop is not self._loop:  # calls of an earlier loop will never run
             self._loop, self._slots = loop, asyncio.Semaphore(self._max_concurrency)
             self._timer, self._is_loop_told = None, False
         async with self._slots:
@@ -118,7 +121,7 @@ class BlockingCalls:
                 wanted -= 1
 
     def _add_thread(self) -> None:
-        """Wake an idle thread or start one; raises RuntimeError where the system refuses."""
+        """Wake an idle thread or start one; raises RuntimeError if the system refuses."""
         try:
             self._idle.pop().put(None)
         except IndexError:
@@ -176,7 +179,7 @@ class BlockingCalls:
                 call = self._waiting.popleft()
             except IndexError:
                 return
-            self._ended.append((call, _call(call.function)))
+            self._ended.append((call, _call(call.function, self._user_code)))
             del call  # while the thread waits, what it holds would stay alive
             self._tell_loop()
 
@@ -186,19 +189,24 @@ class BlockingCalls:
         self._is_loop_told = True
         try:
             self._loop.call_soon_threadsafe(self._tell_callers)
-        except RuntimeError:  # the loop is closed, and nobody waits
+        except RuntimeError:  # the loop is closed, so no caller waits
             self._is_loop_told = False
 
 
-def _call(function: Callable[[], Any]) -> _Outcome:
+def _call(function: Callable[[], Any], user_code: str) -> _Outcome:
     """Call the function in an empty context."""
+    if user_code:
+        USER_CODE.begin(user_code)
     try:
         return Context().run(compute_in_turn, function), None
     except StopIteration as error:  # no future of asyncio takes it: its caller would wait forever
         raised = RuntimeError("user code raised StopIteration").with_traceback(error.__traceback__)
         raised.__cause__ = error
         return None, raised
-    except Exception as error:
+    except Exception as error:  # returned to the caller, who raises it  # noqa: BLE001
         return None, error
-    except BaseException as error:  # SystemExit and the like; a thread never receives a Ctrl-C
+    except BaseException as error:  # SystemExit and the like; a thread never receives a Ctrl-C  # noqa: BLE001
         return None, UserExitError(describe_exit(error)).with_traceback(error.__traceback__)
+    finally:
+        if user_code:
+            USER_CODE.end(user_code)

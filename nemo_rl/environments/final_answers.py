@@ -8,6 +8,7 @@ ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 ANSWER_WORDS = "answer|antwort|réponse|respuesta|risposta|resposta|jawaban|đáp án|ответ|答案|答え|정답|답"
 ANSWER_LETTER = re.compile(rf"(?:{ANSWER_WORDS})\s*[:：][\s*$({{]*([A-Z])\b", re.IGNORECASE)
 ANSWER_TAIL = 300  # characters at the end of a response that may hold the answer, as in DAPO
+TAGGED_START, TAGGED_MIDDLE, TAGGED_END = "<think>", "</think>\n<answer>", "</answer>"
 UNITS = re.compile(
     r"\b(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|pounds"
     r"|meters|meals|edges|students|multiples)\b"
@@ -42,9 +43,6 @@ def verify_choice(reference: str, response: str) -> tuple[bool, str | None]:
     return letter is not None and letter == reference.strip().upper(), letter
 
 
-TAGGED_RESPONSE = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
-
-
 def score_tagged_answer(messages: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> dict[str, float]:
     """Return three rewards of a response `<think>...</think>`, then `<answer>...</answer>` on the next line.
 
@@ -54,8 +52,9 @@ def score_tagged_answer(messages: Sequence[Mapping[str, Any]], state: Mapping[st
     response = str(messages[-1]["content"])
     answer = response.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     is_once = response.count("<answer>") == 1 == response.count("</answer>")
+    is_tagged = response.startswith(TAGGED_START) and TAGGED_MIDDLE in response and response.endswith(TAGGED_END)
     return {
         "correctness": float(answer == str(state["answer"])),
         "integer": float(answer.isdigit()),
-        "format": float(is_once and TAGGED_RESPONSE.search(response) is not None),
+        "format": float(is_once and is_tagged),
     }

@@ -22,13 +22,15 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NE
 NUM_CAPABILITIES = 64  # more than any kernel has
 READABLE = ("/usr", "/lib", "/lib64", sys.prefix, sys.base_prefix)
 DEVICES = ("/dev/null", "/dev/urandom")
+HOME_BYTES, HOME_FILES = 64 * 1024 * 1024, 4096  # of all files of the code
+HOME_OPTIONS = f"mode=700,size={HOME_BYTES},nr_inodes={HOME_FILES}"
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 1 << 12, 1 << 14, 1 << 18, 2
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_SETATTR = -100, 0x8000, 1, 2, 442
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # of Landlock; the same numbers on all architectures
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock's system calls on every architecture
 READ_FILE, READ_DIRECTORY = 1 << 2, 1 << 3
 CHANGE_RIGHTS = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8  # write, remove directories and files, make both
 SPECIAL_RIGHTS = 1 << 0 | 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 12  # execute; make devices, sockets, pipes, links
@@ -76,6 +78,7 @@ ALLOWED_CALLS: dict[str, tuple[int | None, int | None]] = {
 CHECKED_CALLS = {"fcntl": (72, 25), "ioctl": (16, 29), "prlimit64": (302, 261), "sched_getaffinity": (204, 123)}
 FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030)  # duplicate, flags, record locks: no owner, signal or lease
 F_SETFL, O_ASYNC = 4, 0o20000
+O_DIRECT = {"x86_64": 0o40000, "aarch64": 0o200000}
 IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIOCLEX
 # fmt: on
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -99,18 +102,25 @@ def main() -> None:
     run(code)
 
 
-def drop_privileges(settings: dict[str, Any]) -> dict[str, Any]:
-    """Apply all layers that this system has to this process, and return which hold."""
+def drop_privileges(settings: dict[str, Any], *, is_served: bool = False) -> dict[str, Any]:
+    """Apply all layers that this system has to this process, and return which hold.
+
+    A process that is served by calls over a pipe bounds the time of each call itself (`is_served`); any other ends
+    after the time that `settings` has, and with the thread that started it.
+    """
     held: dict[str, Any] = {"view": False, "landlock": 0, "user": os.getuid() if hasattr(os, "getuid") else 0}
     if is_linux := sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         without = settings["without"]
-        if "namespaces" not in without and (os.geteuid() == 0 or not landlock_version(libc, without)):
-            held["view"] = enter_private_view(libc, os.getcwd())
+        readable = (*READABLE, *settings.get("readable", ()))
+        if "namespaces" not in without:
+            held["view"] = enter_private_view(libc, os.getcwd(), readable)
         held["user"] = become_unprivileged(libc, settings["user_id"], is_visible=held["view"])
-        libc.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL, 0, 0, 0)  # after the change of user, which clears it
-        held["landlock"] = restrict_file_access(libc, os.getcwd(), landlock_version(libc, without))
-    _signal.setitimer(_signal.ITIMER_REAL, settings["wall_s"])
+        if not is_served:
+            libc.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL, 0, 0, 0)  # after the change of user, which clears it
+        held["landlock"] = restrict_file_access(libc, os.getcwd(), landlock_version(libc, without), readable)
+    if not is_served:
+        _signal.setitimer(_signal.ITIMER_REAL, settings["wall_s"])
     set_limits(settings)
     held["filter"] = is_linux and install_seccomp_filter(libc)
     # With the filter foreign functions are harmless, and numpy needs them.
@@ -121,7 +131,7 @@ def drop_privileges(settings: dict[str, Any]) -> dict[str, Any]:
 def set_limits(settings: dict[str, Any]) -> None:
     """Set the resource limits of this process."""
     limits = {
-        resource.RLIMIT_CPU: settings["cpu_s"],
+        resource.RLIMIT_CPU: settings.get("cpu_s", resource.RLIM_INFINITY),
         resource.RLIMIT_AS: settings["memory_bytes"],
         resource.RLIMIT_FSIZE: settings["file_bytes"],
         resource.RLIMIT_NOFILE: 64,
@@ -135,16 +145,15 @@ def set_limits(settings: dict[str, Any]) -> None:
             continue
 
 
-def enter_private_view(libc: ctypes.CDLL, home: str) -> bool:
-    """Leave only the Python installation, read-only, and `home` in this process's file system, if the kernel lets it.
+def enter_private_view(libc: ctypes.CDLL, home: str, readable: tuple[str, ...]) -> bool:
+    """Leave only `readable` paths, read-only, and an empty `home` in this process's file system, if the kernel lets it.
 
-    Root needs no more; any other user first enters a user namespace, in which it keeps its id. The new root is mounted
-    on `home` itself, which an open descriptor still reaches.
+    `home` is in memory, of at most HOME_BYTES, and goes with the process. Root needs no more; any other user first
+    enters a user namespace, in which it keeps its id. The new root is mounted on `home` itself.
     """
     user, group, machine = os.geteuid(), os.getegid(), os.uname().machine
     if machine not in PIVOT_ROOT or libc.unshare(CLONE_NEWNS | (CLONE_NEWUSER if user else 0)):
         return False
-    descriptor = os.open(home, os.O_PATH | os.O_DIRECTORY)
     try:
         if user:
             _write("/proc/self/setgroups", "deny")
@@ -153,13 +162,13 @@ def enter_private_view(libc: ctypes.CDLL, home: str) -> bool:
         _mount(libc, None, "/", None, MS_REC | MS_PRIVATE)
         _mount(libc, "tmpfs", home, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     except OSError:
-        os.close(descriptor)
         return False
     try:
-        for path in sorted({*READABLE, *DEVICES, *map(os.path.realpath, READABLE)}):  # parents first
+        for path in sorted({*readable, *DEVICES, *map(os.path.realpath, readable)}):  # parents first
             if os.path.exists(path) and not os.path.exists(home + path):
                 _bind(libc, path, home + path, MS_REC, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
-        _bind(libc, f"/proc/self/fd/{descriptor}", home + home, 0, MOUNT_ATTR_NOSUID)  # without what is mounted on it
+        os.makedirs(home + home, exist_ok=True)
+        _mount(libc, "tmpfs", home + home, "tmpfs", MS_NOSUID | MS_NODEV, HOME_OPTIONS)
         os.chdir(home)
         _check(libc.syscall(PIVOT_ROOT[machine], b".", b"."))
         _check(libc.umount2(b".", MNT_DETACH))
@@ -167,11 +176,9 @@ def enter_private_view(libc: ctypes.CDLL, home: str) -> bool:
         os.chdir(home)
         return True
     except OSError:
-        os.fchdir(descriptor)
         libc.umount2(home.encode(), MNT_DETACH)
+        os.chdir(home)
         return False
-    finally:
-        os.close(descriptor)
 
 
 def _bind(libc: ctypes.CDLL, source: str, target: str, recursion: int, attributes: int) -> None:
@@ -207,7 +214,7 @@ def _write(path: str, text: str) -> None:
 def become_unprivileged(libc: ctypes.CDLL, user_id: int, *, is_visible: bool) -> int:
     """Give up all capabilities, and root's user id for `user_id`; return the user id of the code.
 
-    Root stays itself, without capabilities, where no other user could read the Python installation.
+    Root stays itself, without capabilities, if no other user could read the Python installation.
     """
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for capability in range(NUM_CAPABILITIES):
@@ -242,8 +249,8 @@ def landlock_version(libc: ctypes.CDLL, without: list[str]) -> int:
     return 0 if "landlock" in without else max(0, libc.syscall(CREATE_RULESET, None, 0, 1))
 
 
-def restrict_file_access(libc: ctypes.CDLL, home: str, version: int) -> int:
-    """Allow reading the Python installation, and regular files in `home`; return the version that holds, 0 for none."""
+def restrict_file_access(libc: ctypes.CDLL, home: str, version: int, readable: tuple[str, ...]) -> int:
+    """Allow reading `readable` paths, and regular files in `home`; return the version that holds, 0 for none."""
     if not version:
         return 0
     since = {2: REFER, 3: TRUNCATE, 5: IOCTL_DEVICE}
@@ -254,7 +261,7 @@ def restrict_file_access(libc: ctypes.CDLL, home: str, version: int) -> int:
     ruleset = libc.syscall(CREATE_RULESET, struct.pack("3Q", *handled), size, 0)
     if ruleset < 0:
         return 0
-    for path in {*READABLE, *DEVICES, home}:
+    for path in {*readable, *DEVICES, home}:
         if os.path.exists(path):
             read_rights = READ_FILE | READ_DIRECTORY if os.path.isdir(path) else READ_FILE
             parent = os.open(path, os.O_PATH)
@@ -296,7 +303,9 @@ def filter_program(machine: str) -> list[tuple[int, int, int, int]]:
     def one_of(values: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
         return [line for value in values for line in ((equal, 0, 1, value), allow)]
 
-    fcntl_body = [argument(1), *one_of(FCNTL_COMMANDS), (equal, 0, 3, F_SETFL), argument(2), (any_bit, 1, 0, O_ASYNC)]
+    refused_flags = O_ASYNC | O_DIRECT[machine]
+    flags = [(equal, 0, 3, F_SETFL), argument(2), (any_bit, 1, 0, refused_flags)]
+    fcntl_body = [argument(1), *one_of(FCNTL_COMMANDS), *flags]
     is_null = [argument(2), (equal, 0, 4, 0), argument(2, high=True), (equal, 0, 2, 0)]
     of_itself = [argument(0), (equal, 0, 1, 0), allow, refuse]
     program = [(load, 0, 0, 4), (equal, 1, 0, AUDIT_ARCH[machine]), refuse, (load, 0, 0, 0)]  # arch, then the number
@@ -342,7 +351,7 @@ def run(code: str) -> None:
             value = eval(compile(_ast.Expression(last.value), "<tool>", "eval"), scope)
             if value is not None:
                 sys.stdout.write(f"{value!r}\n")
-    except Exception as error:
+    except Exception as error:  # the snippet's own error: shown as its output  # noqa: BLE001
         sys.stdout.flush()
         own = error.__traceback__.tb_next if error.__traceback__ else None  # skips this file's frame
         if isinstance(error, MemoryError | OSError):
@@ -359,13 +368,13 @@ def show_source(code: str) -> None:
 
 
 def report(error: Exception, where: Any, code: str) -> None:
-    """Print the error with its traceback; without one where the code has left nothing to make it with."""
+    """Print the error with its traceback; without one if the code has left nothing to make it with."""
     try:
         import traceback
 
         show_source(code)
         traceback.print_exception(type(error), error, where)
-    except Exception:
+    except Exception:  # the snippet left nothing to format with  # noqa: BLE001
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
 
 

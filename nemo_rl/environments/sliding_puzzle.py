@@ -17,7 +17,7 @@ WORD = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE)
 # Offset from the gap to the tile that moves: "up" slides the tile below the gap up.
 SOURCES = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 OPPOSITES = {"up": "down", "down": "up", "left": "right", "right": "left"}
-NUM_PUZZLES = 1000  # of a dataset that sets no size
+NUM_PUZZLES = 1000  # default size of the dataset
 PUZZLES_PER_SEED = 1_000_003  # no two datasets share a puzzle's seed
 RULES = (
     "Slide the tiles of this board until they are in order, row by row, with the gap (0) last.\n"
@@ -33,7 +33,7 @@ class SlidingPuzzleEnvironmentConfig(EnvironmentConfig):
 
 
 class SlidingPuzzleEnvironment:
-    """One move a turn; reward `sliding_puzzle` is 1 when solved.
+    """One move per turn; reward `sliding_puzzle` is 1 when solved.
 
     Reward `moves` adds `move_reward` for each legal move and subtracts `invalid_move_penalty` for an illegal or
     missing one; the board is then shown again. States come from `generate_puzzle`.
@@ -74,7 +74,7 @@ SLIDING_PUZZLE = Entry(SlidingPuzzleEnvironmentConfig, make=SlidingPuzzleEnviron
 
 
 def parse_action(response: str) -> str | None:
-    """Return the last <action>, else the last word that is a direction; None if it is no direction."""
+    """Return the last <action>, else the last word that is a direction; None if it is not a direction."""
     found = ACTION.findall(response) or WORD.findall(response)
     action = found[-1].lower() if found else None
     return action if action in SOURCES else None

@@ -4,174 +4,40 @@ What an agent does wrong is a `Failure` of its own rollout. No session outlives 
 """
 
 import asyncio
-import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure, find_reward_problem
-from nemo_rl.experience.agents import AgentRuntime, SessionProvider
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
-from nemo_rl.experience.supervision import StallWatchdog, cancel_all, gather_or_cancel
-from nemo_rl.experience.turns import copy_state, request_seed, strip_tool_fields
-from nemo_rl.gateway.sessions import CallFailureKind, Chain
-from nemo_rl.types import (
-    AgentResult,
-    Failure,
-    FailureClass,
-    MessageLog,
-    Prompt,
-    StopReason,
-    Timings,
-    TokenizedMessage,
-    Trajectory,
+from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure, find_fault_problem
+from nemo_rl.experience.agent_runtime import AgentRuntime
+from nemo_rl.experience.cancellation import cancel_all
+from nemo_rl.experience.recorded_rollouts import (
+    Recording,
+    build_recorded_trajectory,
+    mean_rewards,
+    open_rollout_session,
+    run_recorded_rollouts,
+    validate_rewards,
 )
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
+from nemo_rl.experience.supervision import StallWatchdog
+from nemo_rl.experience.turns import (
+    TRUNCATED_BEFORE_REWARD,
+    RolloutJob,
+    copy_state,
+    strip_tool_fields,
+    truncated_failure,
+)
+from nemo_rl.gateway.request_errors import RequestError
+from nemo_rl.gateway.sessions import CallFailureKind, Chain
+from nemo_rl.types import AgentResult, Failure, FailureClass, Timings, Trajectory
 
 if TYPE_CHECKING:
     from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
 
-TrajectorySelection: TypeAlias = Literal["all", "longest"]
-
-
-async def run_recorded_rollouts(
-    jobs: Sequence[RolloutJob],
-    dependencies: RolloutDependencies,
-    options: RolloutOptions,
-    run: Callable[[RolloutJob, StallWatchdog], Awaitable[Trajectory]],
-    *,
-    max_concurrency: Mapping[str, int],
-) -> tuple[Trajectory, ...]:
-    """Run all jobs at once, at most `max_concurrency` of each task in the whole run.
-
-    Returns trajectories in the order of `jobs`. A failure is a trajectory; RolloutError is raised on a stall alone.
-    """
-    supervision = dependencies.supervision
-
-    async def alone(job: RolloutJob) -> Trajectory:
-        task_name = job.prompt.task_name
-        async with supervision.slot(task_name, max_concurrency[task_name]):
-            trajectory = await run(job, supervision.watchdog)
-        trajectory = await dependencies.scoring.score(trajectory, supervision.watchdog)
-        dependencies.failure_log.record(trajectory)
-        if options.progress is not None:
-            options.progress(trajectory)
-        return trajectory
-
-    return tuple(await supervision.watchdog.guard(gather_or_cancel(alone(job) for job in jobs)))
-
-
-@contextlib.asynccontextmanager
-async def open_rollout_session(
-    sessions: SessionProvider, job: RolloutJob, options: RolloutOptions, *, server: int | None = None
-) -> AsyncIterator["SessionHandle"]:
-    """Open a session that samples from the rollout's seed; it is abandoned after the block unless finished in it.
-
-    `server`: one of the gateway's, for clients whose address is given; None: the one with the fewest sessions.
-    """
-    seed = request_seed(options.seed, job.epoch, job.prompt.prompt_id, job.generation_index, 0)
-    handle = sessions.open_session(seed=seed, sampling=options.sampling, server=server, trains=options.trains)
-    try:
-        yield handle
-    finally:
-        with contextlib.suppress(Exception):
-            await sessions.abandon(handle)
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """The record of a rollout after its session is closed."""
-
-    chains: tuple[Chain, ...] = ()
-    is_incomplete: bool = False  # known from elsewhere than the longest chain's last response
-    loss_weight: float = 1.0
-
-    @property
-    def longest(self) -> Chain | None:
-        """Return the chain of most tokens; of equal ones the last."""
-        return max(
-            reversed(self.chains), key=lambda chain: sum(len(m.token_ids) for m in chain.message_log), default=None
-        )
-
-    def selected(self, selection: TrajectorySelection) -> tuple[Chain, ...]:
-        """Return the chains that are trained on."""
-        longest = self.longest
-        return self.chains if selection == "all" or longest is None else (longest,)
-
-    @property
-    def is_truncated(self) -> bool:
-        return self.is_incomplete or (self.longest is not None and self.longest.is_truncated)
-
-
-def build_recorded_trajectory(
-    job: RolloutJob,
-    result: AgentResult | Failure,
-    recording: Recording,
-    timings: Timings,
-    *,
-    selection: TrajectorySelection,
-) -> Trajectory:
-    """Build the trajectory: the longest chain as message log, the others beside it if `selection` is "all"."""
-    longest = recording.longest
-    failure = result if isinstance(result, Failure) else None
-    # the longest first, the others in order
-    chains = tuple(sorted(recording.selected(selection), key=lambda chain: chain is not longest))
-    stop_reason = StopReason.TRUNCATED if recording.is_truncated else StopReason.DONE
-    return Trajectory(
-        prompt=job.prompt,
-        group_id=job.group_id,
-        generation_index=job.generation_index,
-        message_log=longest.message_log if longest else _prompt_only_log(job.prompt),
-        stop_reason=StopReason.FAILED if failure else stop_reason,
-        rewards=result.rewards if isinstance(result, AgentResult) else {},
-        answer=result.answer if isinstance(result, AgentResult) else None,
-        num_turns=sum(message.is_generated for message in longest.message_log) if longest else 0,
-        weight_versions=_version_range(chain.weight_versions for chain in chains),
-        failure=failure,
-        timings=timings,
-        other_chains=tuple(chain.message_log for chain in chains[1:]),
-        loss_weight=recording.loss_weight,
-        chain_rewards=tuple(chain.rewards for chain in chains) if any(chain.rewards for chain in chains) else (),
-    )
-
-
-def validate_rewards(rewards: Mapping[str, float], answer: str | None) -> AgentResult | Failure:
-    """Return the result with these rewards, or a Failure that names the one that is not a finite number."""
-    numbers = {name: _to_number(value) for name, value in rewards.items()}
-    if problem := find_reward_problem(numbers):
-        return Failure(FailureClass.REWARD, problem)
-    return AgentResult(numbers, answer)
-
-
-def mean_rewards(chains: Sequence[Chain]) -> dict[str, float]:
-    """Return the mean of each named reward over the chains that have it.
-
-    Example: chains with {"a": 1, "b": 1}, {"a": 0} and {} give {"a": 0.5, "b": 1}.
-    """
-    values: dict[str, list[float]] = {}
-    for chain in chains:
-        for name, reward in chain.rewards.items():
-            values.setdefault(name, []).append(reward)
-    return {name: sum(each) / len(each) for name, each in values.items()}
-
-
-def _to_number(value: Any) -> Any:
-    """Return the value as a float if it can be one: agents reward with NumPy scalars and booleans, too."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return value
-
-
-def _version_range(versions: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return the oldest and newest weights of several chains."""
-    spans = list(versions)
-    return (min(s[0] for s in spans), max(s[1] for s in spans)) if spans else (0, 0)
-
-
-def _prompt_only_log(prompt: Prompt) -> MessageLog:
-    """Return the log of a rollout without a response: its prompt as text alone."""
-    return tuple(TokenizedMessage(message, ()) for message in prompt.messages)
+logger = logging.getLogger(__name__)
 
 
 async def run_agent_rollouts(
@@ -216,13 +82,15 @@ class _AgentRollout:
         started_at = clock()
         ended = await self._run_in_session()
         agent_s = clock() - started_at
-        result = ended.result
+        result, recording = ended.result, ended.recording
         if isinstance(result, AgentResult):
-            result = await self._resolve_rewards(result, ended, ended.recording.longest)
+            result = await self._resolve_rewards(result, ended, recording.longest)
+        if self._runtime.scored_by is not None:
+            recording = recording.without_rewards()
         total_s = clock() - started_at
         timings = Timings(agent_s, total_s - agent_s, total_s)
         selection = self._runtime.trajectory_selection
-        return build_recorded_trajectory(self._job, result, ended.recording, timings, selection=selection)
+        return build_recorded_trajectory(self._job, result, recording, timings, selection=selection)
 
     async def _run_in_session(self) -> _AgentRunOutcome:
         """Run the agent from the opening of its session to its close; no error of the agent is raised."""
@@ -231,12 +99,14 @@ class _AgentRollout:
             async with open_rollout_session(sessions, self._job, self._options) as handle:
                 with self._watchdog.waiting_for(f"agent {task_name}"):
                     outcome = await self._run_agent(handle)
-                return _classify_outcome(outcome, await sessions.finish(handle))
-        except Exception as error:  # the gateway: too many sessions, or this one ran into its time to live
+                failure = self._reward_calls(handle, outcome)
+                ended = _classify_outcome(outcome, await sessions.finish(handle))
+                return ended if failure is None else replace(ended, result=failure)
+        except Exception as error:  # the gateway: too many sessions, or this one ran into its time to live  # noqa: BLE001
             return _AgentRunOutcome(error_to_failure(error, FailureClass.INFRA, prefix="gateway"))
 
     async def _run_agent(self, handle: "SessionHandle") -> AgentResult | Exception:
-        """Return what the agent returned or raised; a timeout and a cancellation from within count as raised."""
+        """Return the agent's result or exception; a timeout and a cancellation from within count as exceptions."""
         prompt, timeout_s = self._job.prompt, self._runtime.timeout_s
         task = asyncio.ensure_future(self._runtime.agent.run(prompt, handle.base_url, handle.api_key))
         try:
@@ -246,33 +116,71 @@ class _AgentRollout:
             if task.cancelled():
                 return RuntimeError("the agent was cancelled from within")
             return task.result()
-        except Exception as error:  # the boundary to code of others
+        except Exception as error:  # the boundary to code of others  # noqa: BLE001
             return error
         finally:
             await cancel_all((task,))
 
+    def _reward_calls(self, handle: "SessionHandle", outcome: AgentResult | Exception) -> Failure | None:
+        """Store the agent's rewards of single calls in its session; return a Failure for one that is invalid."""
+        if isinstance(outcome, Exception) or not outcome.call_rewards or self._runtime.scored_by is not None:
+            return None
+        if not isinstance(outcome.call_rewards, Mapping):
+            problem = f"call_rewards are {outcome.call_rewards!r:.80}, not rewards by completion id"
+            return Failure(FailureClass.REWARD, problem)
+        checked: dict[str, Mapping[str, float]] = {}
+        for completion_id, rewards in outcome.call_rewards.items():
+            result = validate_rewards(AgentResult(rewards), self._runtime.reward_range)
+            if isinstance(result, Failure):
+                return result
+            checked[completion_id] = result.rewards
+        try:
+            self._runtime.sessions.reward_calls(handle, checked)
+        except RequestError as error:
+            return Failure(FailureClass.REWARD, f"call_rewards: {error}")
+        return None
+
     async def _resolve_rewards(
         self, result: AgentResult, ended: _AgentRunOutcome, longest: Chain | None
     ) -> AgentResult | Failure:
-        """Return the result with its rewards: its own, else those posted, else those of its scoring environment."""
+        """Return the result with its rewards: those of its scoring environment, else its own, else those posted."""
         if longest is None:
             return Failure(FailureClass.AGENT, "the agent ended without a model call that succeeded")
+        if problem := find_fault_problem(result.response_fault):
+            return Failure(FailureClass.AGENT, problem)
         trained = ended.recording.selected(self._runtime.trajectory_selection)
         rewards = result.rewards or ended.posted or mean_rewards(trained)
-        scored_by = self._runtime.scored_by
-        if not rewards and scored_by is not None:
-            return await self._score_with_environment(result.answer, longest, scored_by)
+        if self._runtime.scored_by is not None:
+            self._log_ignored({*rewards, *(["call_rewards"] if result.call_rewards else ())})
+            return await self._score_with_environment(result, longest, self._runtime.scored_by)
         if not rewards and self._dependencies.scoring.by_task.get(self._job.prompt.task_name):
-            return AgentResult({}, result.answer)  # its scorers will say
+            return result  # its scorers will say
         if not rewards:
             if ended.recording.is_incomplete:
-                return Failure(FailureClass.AGENT, "the agent ran out of room and gave no reward")
+                return self._truncated_result(result.answer)
             cause = f"no reward returned or posted, and env.{self._job.prompt.task_name}.scored_by names no environment"
             return Failure(FailureClass.REWARD, cause)
-        return validate_rewards(rewards, result.answer)
+        if problem := next(filter(None, (self._runtime.reward_range.find_problem(c.rewards) for c in trained)), None):
+            return Failure(FailureClass.REWARD, problem)
+        return validate_rewards(replace(result, rewards=rewards), self._runtime.reward_range)
+
+    def _truncated_result(self, answer: str | None) -> AgentResult | Failure:
+        """Return the result of an agent that ran out of room and gave no reward."""
+        task = self._job.prompt.task_name
+        reward = self._dependencies.truncated_rewards.get(task, 0.0)
+        return (
+            truncated_failure(task) if reward is None else AgentResult({task: reward}, answer, TRUNCATED_BEFORE_REWARD)
+        )
+
+    def _log_ignored(self, names: set[str]) -> None:
+        """Log each name of a reward that the agent gives although an environment scores it, once."""
+        if unlogged := sorted(names - self._runtime.ignored_rewards):
+            self._runtime.ignored_rewards.update(unlogged)
+            key = f"env.{self._job.prompt.task_name}.scored_by"
+            logger.warning("ignoring rewards %s of an agent: only %s rewards it", unlogged, key)
 
     async def _score_with_environment(
-        self, answer: str | None, longest: Chain, environment: str
+        self, result: AgentResult, longest: Chain, environment: str
     ) -> AgentResult | Failure:
         conversation = tuple(strip_tool_fields(message.message) for message in longest.message_log)
         state = copy_state(dict(self._job.prompt.env_state)) | {RESPONSE_TRUNCATED: longest.is_truncated}
@@ -281,12 +189,14 @@ class _AgentRollout:
         if isinstance(step, Failure):
             return step
         return AgentResult(
-            {name: float(value) for name, value in step.rewards.items()}, step.answer if answer is None else answer
+            {name: float(value) for name, value in step.rewards.items()},
+            step.answer if result.answer is None else result.answer,
+            response_fault=step.response_fault or result.response_fault,
         )
 
 
 def _classify_outcome(outcome: AgentResult | Exception, finished: "FinishedSession") -> _AgentRunOutcome:
-    """Return what an agent's run came to.
+    """Return the outcome of an agent's run.
 
     The failure of the session's last call tells whose fault an agent's exception is: an engine's failure is
     infrastructure, and an agent that stops because no room is left is truncated like any other rollout.

@@ -1,6 +1,6 @@
-"""Groups of trajectories become one training batch: where tuples of Python numbers end and tensors begin.
+"""Assembly of groups into one training batch; tensors begin here.
 
-Consumes what a GroupSource hands over and the shaped rewards; produces the rollout's part of the keys in batch.py.
+Consumes the groups of a GroupSource and the shaped rewards; produces the rollout's part of the keys in batch.py.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,17 +32,17 @@ class BatchRow:
     prompt: Prompt
     message_log: MessageLog
     trajectory_key: TrajectoryKey
-    chain_index: int  # of `message_log` in `Trajectory.chains`
+    chain_index: int  # index of `message_log` in `Trajectory.chains`
 
 
 @dataclass(frozen=True, slots=True)
 class AssemblyCounts:
-    """Counts of the trajectories handed to `assemble_batch`, by what became of them."""
+    """Counts of the trajectories that `assemble_batch` used and dropped."""
 
     num_trajectories: int  # all
     num_failed: int
-    num_dropped_groups: int  # with fewer survivors than a group needs
-    num_dropped_survivors: int  # in those groups
+    num_dropped_groups: int  # groups with too few survivors
+    num_dropped_survivors: int  # survivors in dropped groups
 
     @property
     def num_trained(self) -> int:
@@ -50,7 +50,7 @@ class AssemblyCounts:
 
 
 def count_assembly(groups: Sequence[TrajectoryGroup], *, min_group_size: int) -> AssemblyCounts:
-    """Count what `assemble_batch` takes and leaves out of the same groups."""
+    """Count the trajectories that `assemble_batch` uses and drops."""
     too_small = [group for group in groups if len(group.survivors) < min_group_size]
     return AssemblyCounts(
         num_trajectories=sum(len(group.trajectories) for group in groups),
@@ -87,7 +87,7 @@ def assemble_batch(
 
 
 def _iter_kept_trajectories(groups: Sequence[TrajectoryGroup], min_group_size: int) -> Iterator[tuple[int, Trajectory]]:
-    """Yield what is trained on, in the order of the batch, with the group's index in the batch."""
+    """Yield the trajectories to train on, in the order of the batch, with their group's index in it."""
     kept = [group for group in groups if len(group.survivors) >= max(min_group_size, 1)]
     for group_id, group in enumerate(kept):
         for trajectory in sorted(group.survivors, key=lambda t: t.generation_index):
@@ -182,7 +182,7 @@ def _pad_rows(rows: Iterable[Sequence[float]], lengths: np.ndarray, dtype: torch
 
 
 def _reward_components(trajectories: Sequence[Trajectory]) -> TensorDict:
-    """Return each sample's rewards by name, 0 where its environment does not give that one."""
+    """Return each sample's rewards by name, 0 if its environment does not give that one."""
     rows = [t.rewards_of_chain(index) for t in trajectories for index in range(len(t.chains))]
     names = sorted({name for row in rows for name in row})
     columns = {name: torch.tensor([row.get(name, 0.0) for row in rows], dtype=torch.float32) for name in names}

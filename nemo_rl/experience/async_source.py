@@ -9,16 +9,23 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal
 
-from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.prompts import LoadedPrompt, PromptLoader
+from nemo_rl.config.shared_sections import RolloutConfig
+from nemo_rl.data.prompt_loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience import replay_buffer
-from nemo_rl.experience.records import RolloutWriter, age_metrics, rollout_metrics
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutOptions
-from nemo_rl.experience.sources import flatten_groups, group_trajectories, make_rollout_jobs, run_training_rollouts
-from nemo_rl.experience.supervision import ConsecutiveFailureLimit, FailureBudget, cancel_all
-from nemo_rl.interfaces import CollectedGroups
-from nemo_rl.types import Failure, FailureClass, StopReason, Trajectory, TrajectoryGroup
+from nemo_rl.experience.cancellation import cancel_all
+from nemo_rl.experience.failure_limits import ConsecutiveFailureLimit, FailureBudget
+from nemo_rl.experience.replay_buffer import BufferedGroup, DroppedGroup, ReplayBuffer, ReplayBufferState, WaitReason
+from nemo_rl.experience.replay_buffer_state import REPLAY_BUFFER, extract_buffer_state
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
+from nemo_rl.experience.rollout_dispatch import (
+    flatten_groups,
+    group_trajectories,
+    make_rollout_jobs,
+    run_training_rollouts,
+)
+from nemo_rl.experience.rollout_metrics import age_metrics, rollout_metrics
+from nemo_rl.experience.rollout_writer import RolloutWriter
+from nemo_rl.types import CollectedGroups, Failure, FailureClass, StopReason, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +40,12 @@ class CollectionMeter:
         self.num_given_up = 0  # rollouts of groups that continue without them
         self._clock = clock
         self._window_started_at = clock()
-        self._waited_s = dict.fromkeys(replay_buffer.WaitReason, 0.0)
+        self._waited_s = dict.fromkeys(WaitReason, 0.0)
         self._busy_s = 0.0
         self._busy_since: float | None = None  # None: nothing runs
 
     @contextlib.contextmanager
-    def waiting(self, cause: replay_buffer.WaitReason) -> Iterator[None]:
+    def waiting(self, cause: WaitReason) -> Iterator[None]:
         """Count the time inside the block as waiting of the trainer."""
         started = self._clock()
         try:
@@ -62,17 +69,19 @@ class CollectionMeter:
         metrics["replay_buffer/dropped_groups"] = float(self.num_dropped)
         metrics["replay_buffer/given_up_rollouts"] = float(self.num_given_up)
         self._window_started_at, self._busy_s, self.num_dropped, self.num_given_up = now, 0.0, 0, 0
-        self._waited_s = dict.fromkeys(replay_buffer.WaitReason, 0.0)
+        self._waited_s = dict.fromkeys(WaitReason, 0.0)
         return metrics
 
 
 class AsyncSource:
-    """A task a group, from the first `next_groups` on; with an engine that is not async, one batch after another.
+    """Runs one asyncio task per group, starting with the first `next_groups()`; without an async engine, one per batch.
 
     Consumes: prompts of the loader. Produces: complete groups in a ReplayBuffer. Waits for: room in it, and the end of
     a hold. Unblocked by: a group that ends, a step that is handed out, a hold that ends.
 
-    A group counts as sampled under the version last passed to `next_groups`, until its rollouts tell. None that is
+    A masked prompt's group is complete at once, without rollouts, and has its place in a step.
+
+    A group counts as sampled under the version last passed to `next_groups`, until its rollouts report one. No group
     older than `max_age_steps` is handed out. With `max_age_steps` 0 nothing runs between two steps, and the groups are
     those of a SyncSource.
     """
@@ -93,7 +102,7 @@ class AsyncSource:
         writer: RolloutWriter | None = None,
         num_steps: int | None = None,
     ) -> None:
-        """Limit the groups issued to those of `num_steps`, the steps of the whole training, where it is known."""
+        """Limit the groups issued to those of `num_steps`, the steps of the whole training, if it is known."""
         self._loader = loader
         self._dependencies = dependencies
         self._options = options
@@ -106,16 +115,16 @@ class AsyncSource:
         self._failures = failures
         self._writer = writer
         self._num_steps = num_steps
-        self._buffer = replay_buffer.ReplayBuffer(num_groups_per_step=num_prompts_per_step, max_age_steps=max_age_steps)
-        self._delivered: dict[str, replay_buffer.BufferedGroup] = {}  # at this version, by group id
-        self._dropped: tuple[replay_buffer.DroppedGroup, ...] = ()
+        self._buffer = ReplayBuffer(num_groups_per_step=num_prompts_per_step, max_age_steps=max_age_steps)
+        self._delivered: dict[str, BufferedGroup] = {}  # groups delivered at this version, by group id
+        self._dropped: tuple[DroppedGroup, ...] = ()
         self._failure_limit = ConsecutiveFailureLimit(max_generation_failures)
         self._tasks: dict[asyncio.Task[None], tuple[int, ...]] = {}  # the places that each collects
         self._weight_version: int | None = None  # None: not started
         self._is_trainer_waiting = False
         self._num_holds = 0
         self._is_closed = False
-        self._error: Exception | None = None  # of a task
+        self._error: Exception | None = None  # error of a task
         self._changed = asyncio.Event()
         self._meter = CollectionMeter()
 
@@ -126,13 +135,16 @@ class AsyncSource:
 
         `weight_version` is the trainer's; the engine holds it, too. Raises RolloutError with the first cause when too
         many rollouts fail and when nothing progresses, and whatever a background task has raised. Cancelled, it leaves
-        all groups where they are.
+        all groups if they are.
         """
         self._update_weight_version(weight_version)
         self._is_trainer_waiting = True
         try:
             self._start_rollouts()
             chosen = await self._dependencies.supervision.watchdog.guard(self._wait_for_groups(weight_version))
+            while chosen and not any(one.group.trajectories for one in chosen):  # all masked: nothing to train on
+                self._buffer.remove(one.prompt_index for one in chosen)
+                chosen = await self._dependencies.supervision.watchdog.guard(self._wait_for_groups(weight_version))
         finally:
             self._is_trainer_waiting = False
         if not chosen:
@@ -148,7 +160,7 @@ class AsyncSource:
         if self._writer is not None:
             await self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
         metrics = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version) | self._metrics()
-        return CollectedGroups(tuple(one.group for one in chosen), metrics)
+        return CollectedGroups(tuple(one.group for one in chosen if one.group.trajectories), metrics)
 
     def return_groups(self, groups: Iterable[TrajectoryGroup], *, next_version: int) -> list[TrajectoryGroup]:
         """Take back groups that this step does not need; returns those dropped, too old for `next_version`."""
@@ -192,20 +204,18 @@ class AsyncSource:
         return self._loader.state_dict() | {
             "consumed_prompts": num_consumed,
             "epoch": self._loader.epoch_after(num_consumed),
-            replay_buffer.REPLAY_BUFFER: replay_buffer.ReplayBufferState(
-                self._buffer.complete, self._buffer.running, self._dropped
-            ),
+            REPLAY_BUFFER: ReplayBufferState(self._buffer.complete, self._buffer.running, self._dropped),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load before the first step. Prompts in flight, or with groups of another size, are issued again unchanged."""
         self._loader.load_state_dict(state)
-        buffered = replay_buffer.extract_buffer_state(state, self._loader)
+        buffered = extract_buffer_state(state, self._loader)
         self._loader.put_back(buffered.in_flight)
         self._buffer.restore(buffered.complete)
         self._dropped = buffered.dropped
         count = self._num_generations
-        others = [one for one in buffered.complete if len(one.group.trajectories) != count]
+        others = [one for one in buffered.complete if len(one.group.trajectories) not in (0, count)]  # 0: masked
         self._requeue(others, f"do not have grpo.num_generations_per_prompt = {count} rollouts")
 
     # ---- choosing
@@ -218,24 +228,24 @@ class AsyncSource:
             self._delivered.clear()
         self._weight_version = weight_version
 
-    def _requeue(self, groups: Sequence[replay_buffer.BufferedGroup], reason: str) -> None:
+    def _requeue(self, groups: Sequence[BufferedGroup], reason: str) -> None:
         prompt_indices = [one.prompt_index for one in groups]
         if prompt_indices:
             logger.info("%d groups of the checkpoint %s; their prompts are issued again", len(prompt_indices), reason)
         self._buffer.remove(prompt_indices)
         self._loader.put_back(prompt_indices)
 
-    async def _wait_for_groups(self, weight_version: int) -> tuple[replay_buffer.BufferedGroup, ...]:
+    async def _wait_for_groups(self, weight_version: int) -> tuple[BufferedGroup, ...]:
         """Return one step's groups as soon as they are available; none if the dataset is exhausted."""
         while True:
             choice = self._try_choose(weight_version)
-            if not isinstance(choice, replay_buffer.WaitReason):
+            if not isinstance(choice, WaitReason):
                 return choice
             with self._meter.waiting(choice):
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _try_choose(self, weight_version: int) -> tuple[replay_buffer.BufferedGroup, ...] | replay_buffer.WaitReason:
+    def _try_choose(self, weight_version: int) -> tuple[BufferedGroup, ...] | WaitReason:
         if self._error is not None:
             raise self._error
         for one in self._buffer.expired(weight_version):
@@ -244,12 +254,12 @@ class AsyncSource:
                 one.prompt_index, f"{age} steps old, above grpo.async_grpo.max_trajectory_age_steps = {self._max_age}"
             )
         choice = self._buffer.choose(weight_version, self._num_required())
-        if choice is replay_buffer.WaitReason.LATE and self._stale_groups != "wait":
+        if choice is WaitReason.LATE and self._stale_groups != "wait":
             for prompt_index in self._buffer.running_at_age_limit(weight_version):
                 if not (self._stale_groups == "trim" and self._trim(prompt_index, weight_version)):
                     self._drop(prompt_index, f"{STILL_RUNNING}, version {weight_version}")
             choice = self._buffer.choose(weight_version, self._num_required())
-        self._start_rollouts()  # into the room of what was dropped
+        self._start_rollouts()  # fills the room of dropped groups
         return choice
 
     def _num_required(self) -> int:
@@ -258,7 +268,7 @@ class AsyncSource:
     def _trim(self, prompt_index: int, weight_version: int) -> bool:
         """Complete a running group with the rollouts that have ended; the others fail as cancelled.
 
-        Return False, and change nothing, where fewer than `min_group_size` have survived, or one of them is older than
+        Return False, and change nothing, if fewer than `min_group_size` have survived, or one of them is older than
         the bound.
         """
         loaded, ended = self._loader.at(prompt_index), self._ended.get(prompt_index, {})
@@ -279,7 +289,7 @@ class AsyncSource:
         return True
 
     def _drop(self, prompt_index: int, reason: str) -> None:
-        """Give a group up, and cancel its rollouts where they run alone."""
+        """Give a group up, and cancel its rollouts if they run alone."""
         group_id = self._loader.at(prompt_index).group_id
         logger.warning("group %s is dropped: %s", group_id, reason)
         self._record_drop(group_id, reason)
@@ -292,15 +302,19 @@ class AsyncSource:
                 task.cancel()
 
     def _record_drop(self, group_id: str, reason: str) -> None:
-        self._dropped = (*self._dropped, replay_buffer.DroppedGroup(group_id, reason))
+        self._dropped = (*self._dropped, DroppedGroup(group_id, reason))
         self._meter.num_dropped += 1
 
     def _metrics(self) -> dict[str, float]:
         """Return the metrics of the time since the last step's groups."""
-        return self._meter.take() | {
-            "replay_buffer/size": float(self._buffer.num_complete),
-            "replay_buffer/in_flight": float(len(self._buffer.running)),
-        }
+        return (
+            self._meter.take()
+            | self._loader.take_metrics()
+            | {
+                "replay_buffer/size": float(self._buffer.num_complete),
+                "replay_buffer/in_flight": float(len(self._buffer.running)),
+            }
+        )
 
     # ---- collecting
 
@@ -315,9 +329,15 @@ class AsyncSource:
         room = self._buffer.capacity(
             is_trainer_waiting=self._is_trainer_waiting, num_remaining_steps=num_remaining_steps
         )
-        prompts = self._loader.take(room)
-        for one in prompts:
+        was_exhausted = self._loader.data_exhausted
+        taken = self._loader.take(room)
+        prompts = [one for one in taken if not one.is_masked]
+        for one in taken:
             self._buffer.issue(one.prompt_index, self._weight_version)
+            if one.is_masked:
+                self._buffer.finish(one.prompt_index, TrajectoryGroup(one.group_id, one.prompt, ()))
+        if len(prompts) < len(taken) or self._loader.data_exhausted != was_exhausted:
+            asyncio.get_running_loop().call_soon(self._changed.set)  # who waits may have enough groups
         for batch in [(one,) for one in prompts] if is_async else [prompts] if prompts else []:
             task = asyncio.get_running_loop().create_task(self._collect(batch))
             self._tasks[task] = tuple(one.prompt_index for one in batch)
@@ -334,7 +354,7 @@ class AsyncSource:
             if not self._is_closed and any(self._buffer.is_running(one.prompt_index) for one in prompts):
                 self._error = self._error or RolloutError("rollouts in the background were cancelled from within")
             raise
-        except Exception as error:  # of a background task: kept for the trainer, who stops on it
+        except Exception as error:  # kept for the trainer, which stops on it  # noqa: BLE001
             self._error = self._error or error
         finally:
             del self._tasks[task]
@@ -348,7 +368,7 @@ class AsyncSource:
         """Call `_start_rollouts` from a background task; keep its error for the next `next_groups`."""
         try:
             self._start_rollouts()
-        except Exception as error:  # a prompt that cannot be read any more; the trainer would wait for ever
+        except Exception as error:  # a prompt that cannot be read any more; the trainer would wait for ever  # noqa: BLE001
             self._error = self._error or error
 
     async def _collect_groups(self, prompts: Sequence[LoadedPrompt]) -> tuple[TrajectoryGroup, ...]:

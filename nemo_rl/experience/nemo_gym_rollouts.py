@@ -4,94 +4,36 @@ Loop, tools and reward are Gym's; tokens, log-probs and weight versions are the 
 `Failure` of its own rollout. No session outlives its rollout.
 """
 
-import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from nemo_rl.environments.boundary import error_to_failure
 from nemo_rl.environments.nemo_gym.reply import GymCall, GymError, GymReply, GymStackEnded, GymUnavailable
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience import agent_rollouts
-from nemo_rl.experience.agents import SessionProvider
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions
+from nemo_rl.experience.gym_runtime import GymRuntime
+from nemo_rl.experience.recorded_rollouts import (
+    Recording,
+    build_recorded_trajectory,
+    open_rollout_session,
+    run_recorded_rollouts,
+    validate_rewards,
+)
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
 from nemo_rl.experience.supervision import StallWatchdog
+from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.gateway.echoes import Claim, LogprobMismatch
-from nemo_rl.gateway.schema import SESSION_FIELD, RequestError
+from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.sessions import CallFailureKind, Echo, UnknownEcho
 from nemo_rl.types import AgentResult, Failure, FailureClass, Timings, Trajectory
 
 if TYPE_CHECKING:
     from nemo_rl.gateway.manager import FinishedSession, SessionHandle  # loads Ray
 
-logger = logging.getLogger(__name__)
-
-PARAMETERS = "responses_create_params"
-OVERRIDDEN_PARAMETERS = frozenset({"model", "seed", "temperature", "top_p"})
-OVERRIDDEN_METADATA = frozenset({"chat_template_kwargs", "extra_body"})  # Gym unfolds them into the call of the model
-
-
-class RowPreparer:
-    """Prepares rows; notes once what it leaves out of them."""
-
-    def __init__(self) -> None:
-        self._logged_names: set[str] = set()
-
-    def prepare(self, row: Mapping[str, Any], session_id: str) -> dict[str, Any]:
-        """Return a copy of the row with the session's id in the metadata of its parameters.
-
-        Gym passes a row's metadata on with each call of the model. Where an agent does not, its calls have no session:
-        they are sampled as the run is, and found by their tokens.
-        """
-        requested = row.get(PARAMETERS)
-        if not isinstance(requested, Mapping):
-            return dict(row)  # Gym says what is wrong with it
-        parameters = {name: value for name, value in requested.items() if name not in OVERRIDDEN_PARAMETERS}
-        metadata = requested.get("metadata") or {}
-        own = {name: value for name, value in metadata.items() if name not in OVERRIDDEN_METADATA}
-        dropped = {name for name in requested.keys() - parameters.keys() if requested[name] is not None}
-        self._log_dropped_names(dropped | {f"metadata.{name}" for name in metadata.keys() - own.keys()})
-        return {**row, PARAMETERS: {**parameters, "metadata": {**own, SESSION_FIELD: session_id}}}
-
-    def _log_dropped_names(self, names: set[str]) -> None:
-        if unlogged := sorted(names - self._logged_names):
-            self._logged_names.update(unlogged)
-            logger.info(
-                "%s of NeMo Gym's rows are ignored: the run decides how tokens are sampled", ", ".join(unlogged)
-            )
-
-
-GYM_SERVER_INDEX = 0  # of the gateway: `GatewayManager.default_base_url`, which all of Gym calls
-GYM_ROW_KEY = "row"  # in a prompt's env_state: the data row as Gym wants it
-EXTRACTED_ANSWER_KEY = "extracted_answer"  # in a reply: what many of Gym's environments understood as the answer
-
-
-class GymAgentRunner(Protocol):
-    """A client that runs rows, within its own deadline: `environments.nemo_gym.client.GymClient`."""
-
-    async def run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
-        """Run a row by its agent; raise GymError."""
-        ...
-
-
-class ClaimingSessionProvider(SessionProvider, Protocol):
-    """Sessions whose calls a client reports; `gateway.manager.GatewayManager` has them."""
-
-    async def finish_with_claims(self, handle: "SessionHandle", claims: Sequence[Claim]) -> "FinishedSession":
-        """Close the session and hand out the chains of these calls. Raises UnknownEcho, LogprobMismatch."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class GymRuntime:
-    """A stack of NeMo Gym with what its rollouts need."""
-
-    client: GymAgentRunner
-    sessions: ClaimingSessionProvider  # of the server that Gym's model server calls
-    max_concurrency: int  # rollouts at once
-    trajectory_selection: agent_rollouts.TrajectorySelection = "all"  # which histories are trained on
-    rows: RowPreparer = field(default_factory=RowPreparer)
+GYM_SERVER_INDEX = 0  # the gateway server that all of Gym calls: `GatewayManager.default_base_url`
+GYM_ROW_KEY = "row"  # key in a prompt's env_state: the data row in Gym's format
+EXTRACTED_ANSWER_KEY = "extracted_answer"  # key in a reply: the answer as many of Gym's environments parsed it
 
 
 async def run_nemo_gym_rollouts(
@@ -100,14 +42,14 @@ async def run_nemo_gym_rollouts(
     """Run each job's row, at most `max_concurrency` of a stack at once. Return trajectories in the order of `jobs`.
 
     Waits for Gym's agents; unblocked by their replies. A failure is a trajectory; RolloutError is raised on a stall,
-    and where a stack that the run started is over.
+    and if a stack that the run started is over.
     """
 
     async def run(job: RolloutJob, watchdog: StallWatchdog) -> Trajectory:
         return await _GymRollout(job, dependencies.gyms[job.prompt.task_name], options, watchdog).run()
 
     max_concurrency = {name: runtime.max_concurrency for name, runtime in dependencies.gyms.items()}
-    return await agent_rollouts.run_recorded_rollouts(jobs, dependencies, options, run, max_concurrency=max_concurrency)
+    return await run_recorded_rollouts(jobs, dependencies, options, run, max_concurrency=max_concurrency)
 
 
 class _GymRollout:
@@ -123,41 +65,38 @@ class _GymRollout:
         started_at = time.perf_counter()
         try:
             sessions = self._runtime.sessions
-            async with agent_rollouts.open_rollout_session(
-                sessions, self._job, self._options, server=GYM_SERVER_INDEX
-            ) as handle:
+            async with open_rollout_session(sessions, self._job, self._options, server=GYM_SERVER_INDEX) as handle:
                 result, recording = await self._run_in_session(handle)
         except RequestError as error:  # the gateway: too many sessions, or this one ran into its time to live
             result, recording = (
                 error_to_failure(error, FailureClass.INFRA, prefix="gateway"),
-                agent_rollouts.Recording(),
+                Recording(),
             )
         total_s = time.perf_counter() - started_at
         timings = Timings(generation_s=total_s, total_s=total_s)  # how it is shared out is known to Gym alone
         selection = self._runtime.trajectory_selection
-        return agent_rollouts.build_recorded_trajectory(self._job, result, recording, timings, selection=selection)
+        return build_recorded_trajectory(self._job, result, recording, timings, selection=selection)
 
-    async def _run_in_session(self, handle: "SessionHandle") -> tuple[AgentResult | Failure, agent_rollouts.Recording]:
+    async def _run_in_session(self, handle: "SessionHandle") -> tuple[AgentResult | Failure, Recording]:
         reply = await self._run_row(handle)
         sessions = self._runtime.sessions
         if isinstance(reply, Failure):
             finished = await sessions.finish(handle)
-            return _attribute_to_engine(reply, finished), agent_rollouts.Recording(finished.chains)
+            return _attribute_to_engine(reply, finished), Recording(finished.chains)
         if not reply.calls:
             await sessions.finish(handle)
-            return _missing_calls_failure(reply), agent_rollouts.Recording()
+            return _missing_calls_failure(reply), Recording()
         try:
             finished = await sessions.finish_with_claims(handle, [_make_claim(call) for call in reply.calls])
         except (UnknownEcho, LogprobMismatch) as error:
-            return error_to_failure(
-                error, FailureClass.AGENT, prefix=self._job.prompt.agent_name
-            ), agent_rollouts.Recording()
-        recording = agent_rollouts.Recording(
+            return error_to_failure(error, FailureClass.AGENT, prefix=self._job.prompt.agent_name), Recording()
+        recording = Recording(
             finished.chains, is_incomplete=reply.is_incomplete, loss_weight=0.0 if reply.mask_sample else 1.0
-        )
+        ).without_rewards()  # only the reply rewards
         answer = reply.extras.get(EXTRACTED_ANSWER_KEY)
-        reward = reply.reward_components or {self._job.prompt.task_name: reply.reward}
-        return agent_rollouts.validate_rewards(reward, None if answer is None else str(answer)), recording
+        rewards = reply.reward_components or {self._job.prompt.task_name: reply.reward}
+        result = AgentResult(rewards, None if answer is None else str(answer))
+        return validate_rewards(result, self._runtime.reward_range), recording
 
     async def _run_row(self, handle: "SessionHandle") -> GymReply | Failure:
         prompt = self._job.prompt
@@ -171,7 +110,7 @@ class _GymRollout:
             return error_to_failure(error, FailureClass.INFRA)
         except GymError as error:
             return error_to_failure(error)
-        except Exception as error:  # a row that no JSON can be made of, and what else may be wrong with it
+        except Exception as error:  # a row that is not JSON-serializable, for example  # noqa: BLE001
             return error_to_failure(error, prefix=prompt.agent_name)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.data.prompts import LoadedPrompt
-from nemo_rl.experience.supervision import cancel_all
+from nemo_rl.data.prompt_loader import LoadedPrompt
+from nemo_rl.experience.cancellation import cancel_all
 from nemo_rl.types import TrajectoryGroup
 
 
@@ -23,8 +23,8 @@ def num_begun(num_prompts_per_step: int, oversample: float) -> int:
 class FirstComplete:
     """Outcome of the groups that were begun for a step."""
 
-    taken: tuple[TrajectoryGroup, ...]  # by the step, in the order of the prompts
-    failed: tuple[TrajectoryGroup, ...]  # with too few survivors, and not taken: their prompts are consumed
+    taken: tuple[TrajectoryGroup, ...]  # groups of the step, in the order of the prompts
+    failed: tuple[TrajectoryGroup, ...]  # groups with too few survivors: not taken, but their prompts are consumed
     deferred: tuple[LoadedPrompt, ...]  # whose prompts the next step begins with
     discarded: tuple[TrajectoryGroup, ...]  # complete groups of deferred prompts
 
@@ -45,7 +45,7 @@ async def collect_first(
     The first error of `collect` cancels all others and is raised.
     """
     tasks = [asyncio.ensure_future(collect(one)) for one in prompts]
-    complete: dict[int, TrajectoryGroup] = {}  # by the index in `prompts`, in the order in which they ended
+    complete: dict[int, TrajectoryGroup] = {}  # keys: indices in `prompts`; in the order of completion
     try:
         while len(complete) < len(tasks) and not _suffice(complete, count, num_required, min_group_size):
             await asyncio.wait(

@@ -7,26 +7,11 @@ deadline of d or less. Groups are issued only as far as that can hold (`capacity
 (`choose`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
-import torch
-
-from nemo_rl.data.messages import parse_record, to_record
-from nemo_rl.data.prompts import LoadedPrompt, PromptLoader
-from nemo_rl.types import (
-    Failure,
-    FailureClass,
-    MessageLog,
-    StopReason,
-    Timings,
-    TokenizedMessage,
-    Trajectory,
-    TrajectoryGroup,
-    WeightSpan,
-)
+from nemo_rl.types import TrajectoryGroup
 
 
 class WaitReason(StrEnum):
@@ -40,7 +25,7 @@ class WaitReason(StrEnum):
 class BufferedGroup:
     """A complete group."""
 
-    prompt_index: int  # of its prompt in the training order
+    prompt_index: int  # index of its prompt in the training order
     weight_version: int  # the oldest that it was sampled under
     group: TrajectoryGroup
 
@@ -74,7 +59,7 @@ class ReplayBuffer:
         self._num_groups = num_groups_per_step
         self._max_age = max_age_steps
         self._running: dict[int, int] = {}  # version at issue, by place
-        self._complete: dict[int, BufferedGroup] = {}  # by place
+        self._complete: dict[int, BufferedGroup] = {}  # keys: prompt indices
 
     def __len__(self) -> int:
         """Return the number of groups issued and not taken."""
@@ -100,7 +85,7 @@ class ReplayBuffer:
     def capacity(self, *, is_trainer_waiting: bool, num_remaining_steps: int | None = None) -> int:
         """Return how many more groups may be issued: for A steps while the trainer trains, one more while it waits.
 
-        `num_remaining_steps`, where it is known, is how many follow the present one.
+        `num_remaining_steps`, if it is known, is how many follow the present one.
         """
         steps_ahead = self._max_age if num_remaining_steps is None else min(self._max_age, num_remaining_steps)
         return max((steps_ahead + is_trainer_waiting) * self._num_groups - len(self), 0)
@@ -176,133 +161,3 @@ class ReplayBuffer:
 def oldest_version(group: TrajectoryGroup, *, default: int) -> int:
     """Return the oldest weights that a survivor was sampled under; `default` if all have failed."""
     return min((t.weight_versions[0] for t in group.survivors), default=default)
-
-
-REPLAY_BUFFER = "replay_buffer"  # the key in a source's state
-
-
-def extract_buffer_state(state: Mapping[str, Any], loader: PromptLoader) -> ReplayBufferState:
-    """Return the buffer in a source's state, live or from a checkpoint; empty in a synchronous run's."""
-    buffered = state.get(REPLAY_BUFFER, ReplayBufferState())
-    return buffered if isinstance(buffered, ReplayBufferState) else buffer_state_from_dict(buffered, loader)
-
-
-def buffer_state_to_dict(state: ReplayBufferState) -> dict[str, Any]:
-    """Convert the state to values that `checkpoint.save_state` accepts."""
-    token_store = _TokenStore()
-    complete = [
-        {
-            "place": one.prompt_index,
-            "weight_version": one.weight_version,
-            "trajectories": [_trajectory_to_dict(t, token_store) for t in one.group.trajectories],
-        }
-        for one in state.complete
-    ]
-    return {
-        "complete": complete,
-        "in_flight": list(state.in_flight),
-        "dropped": [asdict(one) for one in state.dropped],
-        "token_ids": torch.tensor(token_store.token_ids, dtype=torch.int64),
-        "generation_logprobs": torch.tensor(token_store.logprobs, dtype=torch.float64),
-    }
-
-
-def buffer_state_from_dict(plain: Mapping[str, Any], loader: PromptLoader) -> ReplayBufferState:
-    """Invert `buffer_state_to_dict`; `loader` has the same prompts in the same order."""
-    token_store = _TokenStore(plain["token_ids"].tolist(), plain["generation_logprobs"].tolist())
-    return ReplayBufferState(
-        complete=tuple(_group_from_dict(one, loader.at(one["place"]), token_store) for one in plain["complete"]),
-        in_flight=tuple(plain["in_flight"]),
-        dropped=tuple(DroppedGroup(**one) for one in plain["dropped"]),
-    )
-
-
-class _TokenStore:
-    """Numbers of all messages in order: written at the end, read from the beginning."""
-
-    def __init__(self, token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> None:
-        self.token_ids = list(token_ids)
-        self.logprobs = list(logprobs)
-        self._next_token = 0
-        self._next_logprob = 0
-
-    def write(self, message: TokenizedMessage) -> None:
-        self.token_ids += message.token_ids
-        self.logprobs += message.generation_logprobs or ()
-
-    def read_token_ids(self, count: int) -> tuple[int, ...]:
-        self._next_token += count
-        return tuple(self.token_ids[self._next_token - count : self._next_token])
-
-    def read_logprobs(self, count: int) -> tuple[float, ...]:
-        self._next_logprob += count
-        return tuple(self.logprobs[self._next_logprob - count : self._next_logprob])
-
-
-def _trajectory_to_dict(trajectory: Trajectory, token_store: _TokenStore) -> dict[str, Any]:
-    failure = trajectory.failure
-    return {
-        "generation_index": trajectory.generation_index,
-        "stop_reason": trajectory.stop_reason.value,
-        "rewards": {name: float(value) for name, value in trajectory.rewards.items()},
-        "answer": trajectory.answer,
-        "num_turns": trajectory.num_turns,
-        "weight_versions": list(trajectory.weight_versions),
-        "failure": None if failure is None else [failure.failure_class.value, failure.cause],
-        "timings": asdict(trajectory.timings),
-        "loss_weight": float(trajectory.loss_weight),
-        "chains": [[_message_to_dict(message, token_store) for message in log] for log in trajectory.chains],
-        "chain_rewards": [dict(rewards) for rewards in trajectory.chain_rewards],
-    }
-
-
-def _message_to_dict(tokenized: TokenizedMessage, token_store: _TokenStore) -> dict[str, Any]:
-    token_store.write(tokenized)
-    return {
-        **to_record(tokenized.message),
-        "num_tokens": len(tokenized.token_ids),
-        "is_generated": tokenized.is_generated,
-        "weight_spans": [[span.version, span.start, span.end] for span in tokenized.weight_spans],
-    }
-
-
-def _group_from_dict(plain: Mapping[str, Any], loaded: LoadedPrompt, token_store: _TokenStore) -> BufferedGroup:
-    trajectories = tuple(_trajectory_from_dict(one, loaded, token_store) for one in plain["trajectories"])
-    group = TrajectoryGroup(loaded.group_id, loaded.prompt, trajectories)
-    return BufferedGroup(plain["place"], plain["weight_version"], group)
-
-
-def _trajectory_from_dict(plain: Mapping[str, Any], loaded: LoadedPrompt, token_store: _TokenStore) -> Trajectory:
-    failure = plain["failure"]
-    message_log, *other_chains = (_message_log_from_dict(chain, token_store) for chain in plain["chains"])
-    oldest, newest = plain["weight_versions"]
-    return Trajectory(
-        prompt=loaded.prompt,
-        group_id=loaded.group_id,
-        generation_index=plain["generation_index"],
-        message_log=message_log,
-        stop_reason=StopReason(plain["stop_reason"]),
-        rewards=plain["rewards"],
-        answer=plain["answer"],
-        num_turns=plain["num_turns"],
-        weight_versions=(oldest, newest),
-        failure=None if failure is None else Failure(FailureClass(failure[0]), failure[1]),
-        timings=Timings(**plain["timings"]),
-        other_chains=tuple(other_chains),
-        loss_weight=plain["loss_weight"],
-        chain_rewards=tuple(plain.get("chain_rewards", ())),  # absent from buffers of earlier releases
-    )
-
-
-def _message_log_from_dict(plain: Sequence[Mapping[str, Any]], token_store: _TokenStore) -> MessageLog:
-    return tuple(_message_from_dict(one, token_store) for one in plain)
-
-
-def _message_from_dict(plain: Mapping[str, Any], token_store: _TokenStore) -> TokenizedMessage:
-    count = plain["num_tokens"]
-    return TokenizedMessage(
-        parse_record(plain),
-        token_store.read_token_ids(count),
-        token_store.read_logprobs(count) if plain["is_generated"] else None,
-        tuple(WeightSpan(*span) for span in plain["weight_spans"]),
-    )

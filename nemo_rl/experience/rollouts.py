@@ -3,109 +3,28 @@
 All semantics are those of turns.py; here is only when things are called:
 
 - `run_async_multi_turn_rollout` (training): each sample advances alone, as soon as it can;
-- `run_multi_turn_rollout_async_generation` (validation): each sample generates alone, each environment is called once a
-  turn with all of its samples;
-- `run_multi_turn_rollout` (engines without async generation): the engine too is called once a turn with all samples.
+- `run_multi_turn_rollout_async_generation` (validation): each sample generates alone, each environment is called once
+  per turn with all of its samples;
+- `run_multi_turn_rollout` (engines without async generation): the engine too is called once per turn with all samples.
 
 With an engine that samples by the requests' seeds, the three give the same trajectories.
 """
 
 import asyncio
-import functools
-import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
-from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.environments.boundary import CheckedEnvironment, error_to_failure
-from nemo_rl.errors import ConfigError, GenerationError
-from nemo_rl.experience.agents import AgentRuntime
-from nemo_rl.experience.scoring import Scoring
-from nemo_rl.experience.supervision import FailureLog, StallWatchdog, Supervision, cancel_all, gather_or_cancel
+from nemo_rl.errors import ConfigError
+from nemo_rl.experience.cancellation import cancel_all, gather_or_cancel
+from nemo_rl.experience.generation_retries import RetryPolicy, generate_with_retries
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
 from nemo_rl.experience.turns import EncodedPrompt, EnvironmentCall, Episode, RolloutJob, TurnRules, encode_prompt
-from nemo_rl.generation.requests import answer_by_deadline, generate_by_deadline
-from nemo_rl.interfaces import Generation
-from nemo_rl.types import (
-    Completion,
-    FailedRequest,
-    Failure,
-    FailureClass,
-    GenerationRequest,
-    SamplingParams,
-    Trajectory,
-)
+from nemo_rl.types import EnvStep, Failure, GenerationRequest, Trajectory
 
-if TYPE_CHECKING:
-    from nemo_rl.experience.nemo_gym_rollouts import GymRuntime  # which imports this module
-
-logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
-NO_RESULT = error_to_failure(GenerationError("the engine gave no result"), FailureClass.INFRA)
-NEMO_RL_ARGUMENTS = frozenset({"policy_generation", "input_batch", "tokenizer", "task_to_env", "max_seq_len"})
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutLimits:
-    """Length limits of a rollout, and its deadlines and retries."""
-
-    max_turns: int
-    max_total_length: int  # tokens of prompt, responses and observations together
-    generation_timeout_s: float = 600.0  # of one request
-    max_retries: int = 2  # of one generation request
-    retry_backoff_s: float = 0.5  # before the first retry; doubles
-    stall_timeout_s: float = 600.0  # without any progress
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutDependencies:
-    """Everything that the rollouts of a run share; it does not change once the run is open."""
-
-    generation: Generation
-    environments: Mapping[str, CheckedEnvironment]  # by task name
-    encoder: ChatEncoder
-    limits: RolloutLimits
-    agents: Mapping[str, AgentRuntime] = field(default_factory=dict)  # by task name; their prompts need no environment
-    gyms: "Mapping[str, GymRuntime]" = field(default_factory=dict)  # NeMo Gym stacks by task name
-    scoring: Scoring = field(default_factory=Scoring)  # scores whole rollouts after they end
-    failure_log: FailureLog = field(default_factory=FailureLog)
-    supervision: Supervision = field(init=False)  # each copy made by `replace` has its own
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "supervision", Supervision(self.limits.stall_timeout_s))
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutOptions:
-    """The arguments of one call of the rollout layer."""
-
-    sampling: SamplingParams  # `max_new_tokens` limits one response
-    seed: int  # of the run
-    progress: Callable[[Trajectory], None] | None = None  # called with each finished rollout; what it raises ends all
-    trains: bool = True  # whether the policy is trained on what is sampled
-
-
-def refuse_nemo_rl_arguments(function: Callable[P, Awaitable[ResultT]]) -> Callable[P, Coroutine[Any, Any, ResultT]]:
-    """Return the function, which called as NeMo-RL's of its name raises a TypeError that says how it is called."""
-
-    @functools.wraps(function)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> ResultT:
-        if len(args) > 3 or NEMO_RL_ARGUMENTS & kwargs.keys():
-            raise TypeError(
-                f"{function.__name__} is called with jobs, dependencies and options, not with NeMo-RL's arguments: "
-                "RolloutJob has the prompt, RolloutDependencies the engine, environments and encoder, RolloutOptions "
-                "the limits, and trajectories are returned (docs/rollouts.md, docs/from_nemo_rl.md)"
-            )
-        return await function(*args, **kwargs)
-
-    return call
-
-
-@refuse_nemo_rl_arguments
 async def run_async_multi_turn_rollout(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
@@ -126,11 +45,10 @@ async def run_async_multi_turn_rollout(
     return tuple(await run.guard(gather_or_cancel(alone(job) for job in jobs)))
 
 
-@refuse_nemo_rl_arguments
 async def run_multi_turn_rollout_async_generation(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
-    """Generate for each rollout alone; call each environment once a turn with all of its live rollouts.
+    """Generate for each rollout alone; call each environment once per turn with all of its live rollouts.
 
     Tasks do not wait for each other. Otherwise as `run_async_multi_turn_rollout`.
     """
@@ -149,11 +67,10 @@ async def run_multi_turn_rollout_async_generation(
     return await run.guard(run_all_tasks())
 
 
-@refuse_nemo_rl_arguments
 async def run_multi_turn_rollout(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:
-    """Make one generation call a turn with all live rollouts, then one environment call a task.
+    """Make one generation call per turn with all live rollouts, then one environment call per task.
 
     For engines without async generation. Otherwise as `run_async_multi_turn_rollout`.
     """
@@ -198,7 +115,7 @@ class _Rollout:
 
 
 class _SchedulerRun:
-    """One call of a scheduler: what its rollouts share, and the two steps that schedulers order."""
+    """One call of a scheduler: the shared state of its rollouts, and the two steps that schedulers order."""
 
     def __init__(self, jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions) -> None:
         environments, limits = dependencies.environments, dependencies.limits
@@ -213,10 +130,11 @@ class _SchedulerRun:
             options.sampling,
             options.seed,
             limits.generation_timeout_s,
+            dependencies.truncated_rewards,
         )
         self._retries = RetryPolicy(limits.max_retries, limits.retry_backoff_s)
         self._scoring_tasks: list[asyncio.Task[Trajectory]] = []
-        self._prompts: dict[int, EncodedPrompt | Failure] = {}  # by the prompt's id(): the jobs keep the prompts alive
+        self._prompts: dict[int, EncodedPrompt | Failure] = {}  # keys: id() of prompts, which the jobs keep alive
 
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Return the result of `work` under the watchdog; however it ends, pending scores are cancelled."""
@@ -249,15 +167,24 @@ class _SchedulerRun:
         self._end(rollouts)
 
     async def score(self, rollouts: Sequence[_Rollout]) -> None:
-        """Make one environment call with those of `rollouts`, all of one task, that have not failed."""
+        """Make one environment call with those of `rollouts`, all of one task, that have not failed.
+
+        Each has its own call if the environment bounds its items singly: one that takes long is no stall of the others.
+        """
         waiting = [(r, r.episode.action) for r in rollouts if isinstance(r.episode.action, EnvironmentCall)]
         if not waiting:
             return
         task_name = waiting[0][0].task_name
         started_at = time.perf_counter()
         environment = self._dependencies.environments[task_name]
-        with self.watchdog.waiting_for(f"environment {task_name}", len(waiting)):
-            results = await environment.step([call.conversation for _, call in waiting], [c.state for _, c in waiting])
+
+        async def step(calls: Sequence[EnvironmentCall]) -> Sequence[EnvStep | Failure]:
+            with self.watchdog.waiting_for(f"environment {task_name}", len(calls)):
+                return await environment.step([call.conversation for call in calls], [call.state for call in calls])
+
+        calls = [call for _, call in waiting]
+        shares = [[call] for call in calls] if environment.bounds_items else [calls]
+        results = [each for share in await gather_or_cancel(map(step, shares)) for each in share]
         seconds = time.perf_counter() - started_at
         for (rollout, _), result in zip(waiting, results, strict=True):
             rollout.episode.apply_env_step(result, seconds=seconds)
@@ -310,69 +237,3 @@ def _group_by_task(rollouts: Sequence[_Rollout]) -> dict[str, list[_Rollout]]:
     for rollout in rollouts:
         by_task.setdefault(rollout.task_name, []).append(rollout)
     return by_task
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """The number of retries of a failed generation request, and the pause before them."""
-
-    max_retries: int
-    backoff_s: float  # before the first retry; doubles
-
-
-async def generate_with_retries(
-    generation: Generation,
-    requests: Sequence[GenerationRequest],
-    *,
-    retries: RetryPolicy,
-    watchdog: StallWatchdog,
-) -> list[Completion | Failure]:
-    """Return one result per request, in order. What fails or misses its deadline is retried, then fails (infra)."""
-    completions: dict[str, Completion] = {}
-    failures: dict[str, Failure] = {}
-    pending = list(requests)
-    for attempt in range(retries.max_retries + 1):
-        if attempt:
-            with watchdog.waiting_for("generation to be retried", len(pending)):
-                await asyncio.sleep(retries.backoff_s * 2 ** (attempt - 1))
-        with watchdog.waiting_for("generation", len(pending)):
-            failure = await _try_generate(generation, pending, watchdog, completions, failures)
-        pending = [request for request in pending if request.request_id not in completions]
-        if not pending:
-            break
-        for request in pending:
-            failures.setdefault(request.request_id, failure)
-        logger.info("%d generation requests failed, attempt %d: %s", len(pending), attempt + 1, failure.cause)
-    return [completions.get(request.request_id) or failures[request.request_id] for request in requests]
-
-
-async def _try_generate(
-    generation: Generation,
-    requests: Sequence[GenerationRequest],
-    watchdog: StallWatchdog,
-    completions: dict[str, Completion],
-    failures: dict[str, Failure],
-) -> Failure:
-    """Send the requests once; add successes to `completions` and refusals to `failures`.
-
-    Returns the failure of the requests that have no result.
-    """
-
-    def sort_in(result: Completion | FailedRequest) -> None:
-        if isinstance(result, Completion):
-            completions[result.request_id] = result
-        else:
-            failures.setdefault(result.request_id, Failure(FailureClass.INFRA, result.cause))
-
-    try:
-        if len(requests) == 1:
-            if (result := await answer_by_deadline(generation, requests[0])) is not None:
-                sort_in(result)
-            return NO_RESULT
-        async with aclosing(generate_by_deadline(generation, requests)) as results:
-            async for result in results:
-                watchdog.record_progress()
-                sort_in(result)
-    except Exception as error:
-        return error_to_failure(error, FailureClass.INFRA)
-    return NO_RESULT

@@ -6,8 +6,10 @@ an `Episode` asks for and hand it the result; they differ only in when they do s
 
 import copy
 import hashlib
+import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
@@ -20,14 +22,22 @@ from nemo_rl.types import (
     GenerationRequest,
     Message,
     MessageLog,
+    Part,
     Prompt,
     SamplingParams,
     StopReason,
     Timings,
     TokenizedMessage,
+    ToolCall,
+    ToolResult,
     Trajectory,
     WeightSpan,
 )
+
+IMMUTABLE = frozenset({str, int, float, bool, type(None), bytes})
+CONTAINERS = frozenset({dict, list, tuple})
+SURROGATE = re.compile("[\ud800-\udfff]")
+TRUNCATED_BEFORE_REWARD = "truncated_before_reward"  # a response fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,10 @@ class TurnRules:
     max_turns: int
     max_total_length: int  # tokens of prompt, responses and observations together
     sampling: SamplingParams  # `max_new_tokens` and `stop_strings` as configured; both vary by turn
-    seed: int  # of the run
-    generation_timeout_s: float = 600.0  # of one request
+    seed: int  # the run's seed
+    generation_timeout_s: float = 600.0  # deadline of a request
+    # by task: the reward of a rollout that is cut off before any; None: it fails. Absent: scorers alone give rewards
+    truncated_rewards: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +84,7 @@ def encode_prompt(prompt: Prompt, encoder: ChatEncoder) -> EncodedPrompt | Failu
     """Encode a prompt, or return why the chat template cannot render it."""
     try:
         message_log = encoder.encode_prompt(prompt.messages, prompt.tools)
-    except Exception as error:  # a template may raise anything about messages that it does not expect
+    except Exception as error:  # a template may raise anything about messages that it does not expect  # noqa: BLE001
         return error_to_failure(error, prefix=f"prompt {prompt.prompt_id} cannot be encoded")
     conversation = tuple(strip_tool_fields(message) for message in prompt.messages)
     return EncodedPrompt(tuple(message_log), flat_token_ids(message_log), conversation)
@@ -85,7 +97,7 @@ def request_seed(seed: int, epoch: int, prompt_id: str, generation_index: int, t
 
 
 def copy_state(state: Any) -> Any:
-    """Return what `copy.deepcopy` does; of plain data, as JSON has it, at half of its cost."""
+    """Return a deep copy; JSON-like data at half the cost of `copy.deepcopy`."""
     try:
         return _copy_plain(state, set())
     except _NotPlainError:
@@ -108,23 +120,20 @@ def _copy_plain(value: Any, seen: set[int]) -> Any:
     return kind([_copy_plain(each, seen) for each in value])
 
 
-IMMUTABLE = frozenset({str, int, float, bool, type(None), bytes})
-CONTAINERS = frozenset({dict, list, tuple})
-
-
 class Episode:
     """A rollout in flight.
 
     `action` is what it waits for: a GenerationRequest, answered through `apply_response`, or an EnvironmentCall,
     answered through `apply_env_step`. It is None once the rollout has ended; then `trajectory` gives the result.
 
-    A turn is a response and what the environment says to it. After it the rollout ends as
+    A turn is a response and the environment's answer to it. After it the rollout ends as
     - truncated, if the token limit cut the response (it is scored all the same),
     - done, if the environment says so,
     - at its turn limit, if that was the last turn allowed,
     - truncated, if the observation leaves no room for a token; what fits of it is kept.
-    What is said in the last turn is kept as text without tokens, since nothing is generated from it.
-    A failure ends it at once, without any reward.
+    The observation of the last turn is kept as text without tokens, since nothing is generated from it.
+    Cut off before any reward, at its turn limit or truncated, it has the `truncated_rewards` of the rules. A failure
+    ends it at once, without any reward.
     """
 
     def __init__(
@@ -136,7 +145,7 @@ class Episode:
         self._rules = rules
         self._message_log: list[TokenizedMessage] = []
         self._conversation: list[Message] = []  # as environments see it
-        self._context: tuple[int, ...] = ()  # what the last response was generated from
+        self._context: tuple[int, ...] = ()  # the prompt of the last response
         self._response: tuple[int, ...] = ()
         self._state: Mapping[str, Any] = {}
         self._stop_strings = rules.sampling.stop_strings
@@ -144,6 +153,7 @@ class Episode:
         self._num_turns = 0
         self._rewards: dict[str, float] = {}
         self._answer: str | None = None
+        self._response_faults: dict[str, None] = {}  # an ordered set
         self._weight_versions: tuple[int, int] | None = None
         self._stop_reason: StopReason | None = None
         self._failure: Failure | None = None
@@ -152,7 +162,7 @@ class Episode:
         self._begin(prompt)
 
     def apply_response(self, result: Completion | Failure, *, seconds: float = 0.0) -> None:
-        """Append what was sampled and request its score. `seconds` is how long it took."""
+        """Append the response and request its score; `seconds` is its generation time."""
         request = self.action
         assert isinstance(request, GenerationRequest)
         self._generation_s += seconds
@@ -162,7 +172,7 @@ class Episode:
         if problem := _find_response_problem(result, request):
             self.fail(FailureClass.INFRA, problem)
             return
-        text = self._encoder.decode(result.token_ids) if result.text is None else result.text
+        text = self._encoder.decode(result.token_ids) if result.text is None else replace_surrogates(result.text)
         message = Message("assistant", text)
         self._message_log.append(TokenizedMessage(message, result.token_ids, result.logprobs, result.weight_spans))
         self._conversation.append(message)
@@ -185,16 +195,19 @@ class Episode:
             self._rewards[name] = self._rewards.get(name, 0.0) + float(value)
         if result.answer is not None:
             self._answer = result.answer
+        if result.response_fault is not None:
+            self._response_faults[result.response_fault] = None
         self._state = {key: value for key, value in result.state.items() if key != RESPONSE_TRUNCATED}
         self._stop_strings = self._rules.sampling.stop_strings if result.stop_strings is None else result.stop_strings
+        observation = [_replace_surrogates_in(message) for message in result.observation]
         if reason := self._reason_to_stop(result):
-            self._message_log += (TokenizedMessage(message, ()) for message in result.observation)
+            self._message_log += (TokenizedMessage(message, ()) for message in observation)
             self._end(reason)
         else:
-            self._observe(result.observation)
+            self._observe(observation)
 
     def fail(self, failure_class: FailureClass, cause: str) -> None:
-        """End without a reward; its caller names what went wrong in one line."""
+        """End without a reward; `cause` is one line."""
         self._end(StopReason.FAILED, Failure(failure_class, cause))
 
     def trajectory(self, *, total_s: float = 0.0) -> Trajectory:
@@ -212,6 +225,7 @@ class Episode:
             weight_versions=self._weight_versions or (0, 0),
             failure=self._failure,
             timings=Timings(self._generation_s, self._environment_s, total_s),
+            response_faults=tuple(self._response_faults),
         )
 
     def _begin(self, prompt: EncodedPrompt | Failure) -> None:
@@ -253,10 +267,10 @@ class Episode:
         return StopReason.MAX_TURNS if self._num_turns >= self._rules.max_turns else None
 
     def _observe(self, observation: Sequence[Message]) -> None:
-        """Append what the environment said, and request the next response if there is room for one."""
+        """Append the observation, and request the next response if there is room for one."""
         try:
             bridge = self._encode_turn(observation)
-        except Exception as error:  # a chat template may raise anything about a message that it does not expect
+        except Exception as error:  # a chat template may raise anything about a message that it does not expect  # noqa: BLE001
             self._end(StopReason.FAILED, error_to_failure(error, prefix="an observation cannot be encoded"))
             return
         room = self._rules.max_total_length - len(self._context) - len(self._response)
@@ -276,16 +290,47 @@ class Episode:
         return tuple(self._encoder.encode_turn(tuple(self._message_log), observation, self.job.prompt.tools))
 
     def _end(self, reason: StopReason, failure: Failure | None = None) -> None:
+        task, rewards = self.job.prompt.task_name, self._rules.truncated_rewards
+        if reason in (StopReason.TRUNCATED, StopReason.MAX_TURNS) and not self._rewards and task in rewards:
+            self._response_faults[TRUNCATED_BEFORE_REWARD] = None
+            if (reward := rewards[task]) is None:
+                reason, failure = StopReason.FAILED, truncated_failure(task)
+            else:
+                self._rewards[task] = reward
         self.action = None
         self._stop_reason = reason
         self._failure = failure
 
 
+def truncated_failure(task: str) -> Failure:
+    """Return the failure of a rollout that is cut off before any reward."""
+    cause = f"cut off by a limit before any reward, and env.{task}.truncated_reward is null"
+    return Failure(FailureClass.TRUNCATED, cause)
+
+
 def strip_tool_fields(message: Message) -> Message:
-    """Return a message as environments see it."""
-    if not message.tool_calls and message.tool_call_id is None:
-        return message
-    return Message(message.role, message.content)
+    """Return a message as environments and scorers see it: UTF-8 text, without tool calls."""
+    if message.tool_calls or message.tool_call_id is not None:
+        message = Message(message.role, message.content)
+    return _replace_surrogates_in(message)
+
+
+def replace_surrogates(text: str) -> str:
+    """Return text that UTF-8 can encode: half a surrogate pair, which no tokenizer takes, becomes U+FFFD."""
+    return text if text.isascii() else SURROGATE.sub("\ufffd", text)
+
+
+def _replace_surrogates_in(message: Message) -> Message:
+    parts = tuple(map(_replace_in_part, message.parts))
+    return message if parts == message.parts else Message(message.role, parts)
+
+
+def _replace_in_part(part: Part) -> Part:
+    if isinstance(part, ToolCall):
+        return replace(part, arguments=replace_surrogates(part.arguments))
+    if isinstance(part, ToolResult):
+        return replace(part, content=tuple(replace(each, text=replace_surrogates(each.text)) for each in part.content))
+    return replace(part, text=replace_surrogates(part.text))
 
 
 def _truncate_messages(messages: MessageLog, room: int) -> list[TokenizedMessage]:
@@ -305,6 +350,8 @@ def _find_response_problem(result: Completion, request: GenerationRequest) -> st
         return f"the engine gave {count} tokens with {len(result.logprobs)} log-probs"
     if count > limit:
         return f"the engine gave {count} tokens where {limit} were allowed"
+    if result.text is None and (num_missing := sum(map(math.isnan, result.logprobs))):  # a server's text has none
+        return f"the engine gave {num_missing} of {count} log-probs as NaN"
     return None if _are_contiguous(result.weight_spans, count) else "the engine gave weight spans with gaps"
 
 

@@ -13,19 +13,25 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from nemo_rl.errors import escape
-from nemo_rl.gateway.calls import Answer, CallRequest, Forcing
+from nemo_rl.gateway.calls import CallAnswer, CallRequest, Forcing, Sink, StreamStart
 from nemo_rl.gateway.codec import Codec, ParsedResponse, ReadingRules
 from nemo_rl.gateway.echoes import EchoedCallStore
-from nemo_rl.gateway.registry import LiveSession
-from nemo_rl.gateway.schema import CallError, ContextLengthError, EngineError, RequestError, make_unsupported_error
+from nemo_rl.gateway.live_sessions import LiveSession
+from nemo_rl.gateway.request_errors import (
+    CallError,
+    ContextLengthError,
+    EngineError,
+    RequestError,
+    make_unsupported_error,
+)
 from nemo_rl.gateway.sessions import CallFailure, PendingCall, Session, UnknownEcho
-from nemo_rl.gateway.streaming import ResponseStream, Sink, StreamStart, choose_interval_s
+from nemo_rl.gateway.streaming import ResponseStream, choose_interval_s
 from nemo_rl.generation.requests import answer_by_deadline
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, SamplingParams
 
-MAX_CHARACTERS_PER_TOKEN = 32  # a conversation with more per token of context cannot fit and is not encoded
-MAX_LOGGED_FIELDS = 100  # distinct names of ignored fields; more would be a client's noise
+MAX_CHARACTERS_PER_TOKEN = 32  # a conversation with more per token of context length is refused without encoding it
+MAX_LOGGED_FIELDS = 100  # distinct names of ignored fields
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +42,22 @@ class CompletionRules:
 
     model_name: str
     max_model_len: int  # tokens of prompt and response together
-    sampling: SamplingParams  # the run's; a client may only shorten a response or add stop strings
-    seed: int  # of the run
+    sampling: SamplingParams  # a client may only shorten a response or add stop strings
+    seed: int  # the run's
     max_concurrent_calls: int
-    timeout_s: float  # of one generation
-    answers_full_context: bool = False  # a conversation without room is answered with nothing, cut at its length
-    max_queued_calls: int = 0  # that wait for their turn; calls beyond these are 429
-    queue_timeout_s: float = 60.0  # of a call's wait
-    can_guide: bool = False  # whether the engine masks tokens by a guide
+    timeout_s: float  # per generation
+    answers_full_context: bool = False  # True: a conversation that leaves no room gets an empty, truncated answer
+    max_queued_calls: int = 0  # waiting calls; further ones are answered with 429
+    queue_timeout_s: float = 60.0  # longest wait of a call
+    can_guide: bool = False  # the engine can mask tokens by a guide
     guided_calls: Literal["refused", "untrained"] = "refused"  # in training
-    forced_tool_choice: Literal["refused", "auto", "guided"] = "refused"  # requests that demand a call of a tool
+    forced_tool_choice: Literal["refused", "auto", "guided"] = "refused"  # requests that demand a tool call
 
 
 class CallQueue:
-    """The engine's capacity: so many calls run, others wait in the order of their arrival, and what is more is 429.
+    """Runs up to `max_running` calls; `max_waiting` more wait in order of arrival, further ones are 429.
 
-    Clients that are told to come back later wait far longer than the queue is: their back-off doubles, and whoever
-    comes later overtakes them.
+    Waiting here beats a 429: clients back off for longer and longer, and later calls overtake them.
     """
 
     def __init__(self, max_running: int, max_waiting: int, timeout_s: float) -> None:
@@ -64,7 +69,7 @@ class CallQueue:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Hold one of the places for a running call; raises RequestError 429 where none is free in time."""
+        """Hold the slot of a running call; raises RequestError 429 if none becomes free in time."""
         if self._free.locked() and self.num_waiting >= self._max_waiting:
             counts = f"{self.num_running} calls are running and {self.num_waiting} wait"
             raise RequestError(429, counts, code="over_capacity")
@@ -86,7 +91,7 @@ class CallQueue:
 
 
 class CompletionHandler:
-    """Answers model calls with one engine. Raises RequestError for any request that it cannot answer."""
+    """Answers model calls with one engine; raises RequestError for a request that it cannot answer."""
 
     def __init__(self, generation: Generation, codec: Codec, rules: CompletionRules) -> None:
         self.queue = CallQueue(rules.max_concurrent_calls, rules.max_queued_calls, rules.queue_timeout_s)
@@ -98,11 +103,11 @@ class CompletionHandler:
 
     async def complete_in_session(
         self, request: CallRequest, live: LiveSession, *, is_named: bool = False, sink: Sink | None = None
-    ) -> Answer:
-        """Answer a session's call and commit it; a call that fails or is cancelled leaves no trace in the session.
+    ) -> CallAnswer:
+        """CallAnswer a session's call and commit it; a call that fails or is cancelled leaves no trace in the session.
 
-        `is_named`: the request names the session itself, on plain /v1, where echoed tokens identify the chain and
-        answers carry their token ids. `sink` takes the deltas while tokens are sampled.
+        `is_named`: the request's body names the session; echoed tokens then identify the chain, and the answer carries
+        its token ids. `sink` receives the deltas while tokens are sampled.
         """
         try:
             return await self._complete_and_commit(request, live, is_named=is_named, sink=sink)
@@ -118,7 +123,7 @@ class CompletionHandler:
 
     async def _complete_and_commit(
         self, request: CallRequest, live: LiveSession, *, is_named: bool, sink: Sink | None
-    ) -> Answer:
+    ) -> CallAnswer:
         request = self._check(request, trains=live.trains)
         call = self._encode_call(lambda: _begin_in_session(live, request, with_echo=is_named))
         self._check_guide_follows_thinking(request, call)
@@ -145,8 +150,8 @@ class CompletionHandler:
             raise
         return answer
 
-    def _make_empty_answer(self, request: CallRequest, error: ContextLengthError, sink: Sink | None) -> Answer:
-        """Return an answer without tokens, cut at its length; nothing is committed."""
+    def _make_empty_answer(self, request: CallRequest, error: ContextLengthError, sink: Sink | None) -> CallAnswer:
+        """Return an empty answer that counts as truncated; nothing is committed."""
         request_id = uuid4().hex
         start = StreamStart(
             f"{request.id_prefix}{request_id}", request.model or self._rules.model_name, error.num_tokens
@@ -155,12 +160,12 @@ class CompletionHandler:
             sink(start)
         completion = Completion(request_id, (), (), "length")
         empty = ParsedResponse(Message("assistant", ""))
-        return Answer(
+        return CallAnswer(
             start.completion_id, start.model, (), completion, empty, with_token_ids=False, with_logprobs=False
         )
 
     def count_tokens(self, request: CallRequest, live: LiveSession | None) -> int:
-        """Return the number of tokens of a call's prompt; changes nothing."""
+        """Return the number of tokens in a call's prompt; changes nothing."""
         self._check_length(request)
         session = Session(self._codec) if live is None else live.session
         call = self._encode_call(lambda: session.begin(request.messages, request.tools))
@@ -168,11 +173,11 @@ class CompletionHandler:
 
     async def complete_without_session(
         self, request: CallRequest, calls: EchoedCallStore, *, sink: Sink | None = None
-    ) -> Answer:
-        """Answer a call whose chain is identified by the tokens on its last assistant message."""
+    ) -> CallAnswer:
+        """CallAnswer a call whose last assistant message carries the tokens that identify the chain."""
         request = self._check(request, trains=True)
         if request.guide is not None:
-            raise make_unsupported_error(request.guide_field, "a response can be guided in a session alone")
+            raise make_unsupported_error(request.guide_field, "only calls in a session can be guided")
         call = self._encode_call(
             lambda: calls.begin(request.messages, request.tools, echo=request.echo, num_known=request.num_known)
         )
@@ -184,11 +189,11 @@ class CompletionHandler:
         return answer
 
     def next_session_seed(self) -> int:
-        """Return a seed for a session that was opened without one."""
+        """Return a seed for a session opened without one."""
         return _derive_seed(self._rules.seed, b"session", next(self._call_counter))
 
     def _check(self, request: CallRequest, *, trains: bool) -> CallRequest:
-        """Return the request as it is served, a demand for a call as its guide; raises RequestError."""
+        """Return the request with a demand for a call as its guide; raises RequestError if it cannot be served."""
         ignored = request.ignored_fields
         if (forcing := request.forcing) is not None:
             request = self._apply_forcing(request, forcing)
@@ -225,7 +230,7 @@ class CompletionHandler:
             raise ContextLengthError(None, self._rules.max_model_len, asks_truncation=request.asks_truncation)
 
     def _check_guide(self, field: str, *, trains: bool) -> None:
-        """Raise RequestError unless the engine can guide a response, and the trainer's log-probs stay right."""
+        """Raise RequestError if the engine cannot guide a response, or training on it is refused."""
         if not self._rules.can_guide:
             raise make_unsupported_error(field, f"{field}: this engine cannot guide a response")
         if trains and self._rules.guided_calls == "refused":
@@ -236,9 +241,9 @@ class CompletionHandler:
             )
 
     def _check_guide_follows_thinking(self, request: CallRequest, call: PendingCall) -> None:
-        """Raise RequestError for a guided response that would be read as thinking.
+        """Raise RequestError if a guided response would be read as thinking.
 
-        Text may precede calls that are not required, so thinking can close there.
+        A guide to optional calls is exempt: text may precede the calls, so thinking can close there.
         """
         forcing, field = request.forcing, request.guide_field
         is_optional = forcing is not None and field == forcing.field and not forcing.is_required
@@ -257,7 +262,7 @@ class CompletionHandler:
             raise make_unsupported_error(field, text)
 
     def _encode_call(self, encode: Callable[[], PendingCall]) -> PendingCall:
-        """Return the encoded call. An error of the template or tokenizer about the messages is the client's mistake."""
+        """Return the encoded call; an error of the template or tokenizer becomes RequestError 400."""
         try:
             return encode()
         except RequestError:
@@ -270,7 +275,7 @@ class CompletionHandler:
 
     async def _answer(
         self, request: CallRequest, generation_request: GenerationRequest, *, with_token_ids: bool, sink: Sink | None
-    ) -> Answer:
+    ) -> CallAnswer:
         prompt_token_ids = generation_request.token_ids
         start = StreamStart(
             f"{request.id_prefix}{generation_request.request_id}",
@@ -300,7 +305,7 @@ class CompletionHandler:
                 completion = await self._generate(replace(generation_request, on_tokens=stream.feed))
                 response = self._codec.read(completion.token_ids, rules)
                 stream.finish(completion, response)
-        return Answer(
+        return CallAnswer(
             completion_id=start.completion_id,
             model=start.model,
             prompt_token_ids=prompt_token_ids,
@@ -320,15 +325,15 @@ class CompletionHandler:
         return replace(sampling, max_new_tokens=limit, stop_strings=stop_strings, guide=request.guide)
 
     async def _generate(self, generation_request: GenerationRequest) -> Completion:
-        """Return what the engine samples; cancelling it cancels the request in the engine."""
+        """Return the completion; cancelling this cancels the request in the engine."""
         async with self.queue.turn():
             try:
                 result = await answer_by_deadline(self._generation, generation_request)
-            except Exception as error:  # an engine that raises has failed the request
-                logger.exception("engine raised an exception for request %s", generation_request.request_id)
+            except Exception as error:  # whatever an engine raises is a failed request
+                logger.exception("gateway: engine raised an exception for request %s", generation_request.request_id)
                 raise EngineError(f"the engine failed: {type(error).__name__}") from error
         if result is None:
-            raise EngineError("the engine failed: it returned no result", code="engine_failed")
+            raise EngineError("the engine failed: it returned no result")
         if isinstance(result, FailedRequest):
             code = "timeout" if result.timed_out else "engine_failed"
             raise EngineError(f"the engine failed: {result.cause}", code=code)
@@ -346,11 +351,11 @@ class CompletionHandler:
         unlogged = sorted({escape(name, 80) for name in names} - self._logged_fields)
         if unlogged and len(self._logged_fields) < MAX_LOGGED_FIELDS:
             self._logged_fields.update(unlogged)
-            logger.info("ignoring clients' fields %s: the run decides how tokens are sampled", unlogged)
+            logger.info("gateway: ignoring request fields %s; the run decides how tokens are sampled", unlogged)
 
 
-async def _run_unless_closed(work: Coroutine[Any, Any, Answer], live: LiveSession) -> Answer:
-    """Return the answer; raises RequestError 409 where the session is closed meanwhile, which cancels the work."""
+async def _run_unless_closed(work: Coroutine[Any, Any, CallAnswer], live: LiveSession) -> CallAnswer:
+    """Return the answer; raises RequestError 409 if the session is closed meanwhile, which cancels the work."""
     task = asyncio.create_task(work)
     live.running.add(task)
     closed = RequestError(409, "the session was closed during this call", code="session_closed")
@@ -374,7 +379,7 @@ def _begin_in_session(live: LiveSession, request: CallRequest, *, with_echo: boo
 
 
 def _conversation(session: Session, request: CallRequest) -> tuple[Message, ...]:
-    """Return the messages, after those of the earlier completion that the request names; instructions come first."""
+    """Return instructions, the conversation of the completion that the request names, if any, and new messages."""
     if request.previous_id is None:
         return request.messages
     conversation = session.conversation(request.previous_id)

@@ -1,8 +1,8 @@
 """Calls outside of any session, identified by the tokens that a client sends back.
 
-NeMo Gym and others have no sessions: their client keeps `prompt_token_ids` and `generation_token_ids` on the
-assistant's message and sends them with the next request. They identify the call; its tokens, log-probs and weight
-versions are read from this store.
+NeMo Gym and others have no sessions: their client keeps `prompt_token_ids` and `generation_token_ids` on the assistant
+message and sends them with the next request. They identify the call in this store, which holds its tokens, log-probs
+and weight versions.
 """
 
 import math
@@ -15,14 +15,14 @@ from nemo_rl.gateway import sessions
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.types import Completion, Message
 
-MAX_DUPLICATE_CALLS = 1024  # calls that sampled the same tokens from the same prompt
-LOGPROB_TOLERANCE = 1e-6  # absolute; what a client may lose by writing a log-prob down
+MAX_DUPLICATE_CALLS = 1024  # calls with equal prompt and sampled tokens
+LOGPROB_TOLERANCE = 1e-6  # absolute; rounding of log-probs by clients
 
 
 class EchoedCallStore:
-    """The last `max_calls` calls of clients without a session, each kept for `ttl_s` seconds after its last use.
+    """The last `max_calls` calls without a session, each kept for `ttl_s` seconds after its last use.
 
-    Calls that sampled the same tokens from the same prompt, as rollouts of one group may, are kept as duplicates.
+    Calls with equal prompt and sampled tokens, as rollouts of one group may have, are kept as duplicates.
     """
 
     def __init__(self, codec: Codec, *, max_calls: int, ttl_s: float, clock: Callable[[], float]) -> None:
@@ -30,7 +30,7 @@ class EchoedCallStore:
         self._max_calls = max_calls
         self._ttl_s = ttl_s
         self._clock = clock
-        # Digest of an echo -> (time of the last use, its calls); oldest first.
+        # Digest of an echo -> (time of last use, its calls); least recently used first.
         self._calls_by_echo: OrderedDict[bytes, tuple[float, list[sessions.Node]]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -45,9 +45,9 @@ class EchoedCallStore:
         echo: sessions.Echo | None,
         num_known: int = 0,
     ) -> sessions.PendingCall:
-        """Encode a call: the echoed call's tokens, followed by those of the messages from index `num_known` on.
+        """Encode a call: the echoed call's tokens, then those of the messages from index `num_known` on.
 
-        The echo decides: the text of earlier messages is not compared. Without one, a new chain begins.
+        The text of earlier messages is not compared with the echo. Without an echo, a new chain begins.
         Raises UnknownEcho, and ConfigError for messages that the chat template refuses.
         """
         request = sessions.history_digests(messages, tools)[-1]
@@ -60,7 +60,7 @@ class EchoedCallStore:
         return sessions.start_chain(self._codec, messages, tools, request) if call is None else call
 
     def commit(self, call: sessions.PendingCall, completion: Completion, message: Message) -> None:
-        """Keep a completed call for the requests that will continue it."""
+        """Store a completed call for requests that continue it."""
         self.expire()
         key = sessions.Echo(call.prompt_token_ids, completion.token_ids).digest()
         _, duplicates = self._calls_by_echo.get(key, (0.0, []))
@@ -72,7 +72,7 @@ class EchoedCallStore:
             self._calls_by_echo.popitem(last=False)
 
     def find(self, echo: sessions.Echo) -> tuple[sessions.Node, ...]:
-        """Return the calls of these tokens in the order in which they were made, and renew their time to live."""
+        """Return the calls with these tokens, in order of commits, and renew their time to live."""
         key = echo.digest()
         if key not in self._calls_by_echo:
             return ()
@@ -82,53 +82,50 @@ class EchoedCallStore:
         return tuple(duplicates)
 
     def forget(self, echo: sessions.Echo, node: sessions.Node) -> None:
-        """Drop a call, so that a second report of it is refused. Its duplicates stay."""
+        """Drop a call, so that a second claim of it is refused; its duplicates stay."""
         key = echo.digest()
-        if key not in self._calls_by_echo:
-            return
-        used_at, duplicates = self._calls_by_echo[key]
-        others = [each for each in duplicates if each is not node]
-        if others:
-            self._calls_by_echo[key] = (used_at, others)
-        else:
-            del self._calls_by_echo[key]
+        _, duplicates = self._calls_by_echo.get(key, (0.0, []))
+        if node in duplicates:
+            duplicates.remove(node)
+            if not duplicates:
+                del self._calls_by_echo[key]
 
     def expire(self) -> None:
-        """Drop the calls that were not used within their time to live."""
+        """Drop calls that are past their time to live."""
         while self._calls_by_echo and self._clock() - next(iter(self._calls_by_echo.values()))[0] > self._ttl_s:
             self._calls_by_echo.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One call, as its client reports it."""
+    """One call as its client reports it."""
 
     echo: sessions.Echo
-    logprobs: tuple[float, ...]  # of the generated tokens
+    logprobs: tuple[float, ...]  # one per generated token
 
 
 class LogprobMismatch(Exception):
-    """A client reported other log-probs than it was sent."""
+    """A client reported log-probs that differ from those it was sent."""
 
 
 def resolve_claims(
     claims: Sequence[Claim], find: Callable[[sessions.Echo], Sequence[sessions.Node]]
 ) -> tuple[sessions.Node, ...]:
-    """Return the recorded call of each claim. `find` returns the calls of an echo: several for duplicates.
+    """Return the recorded call of each claim; `find` returns the calls with an echo's tokens.
 
-    Raises UnknownEcho, LogprobMismatch.
+    Raises UnknownEcho and LogprobMismatch.
     """
     return tuple(_resolve_claim(claim, find(claim.echo)) for claim in claims)
 
 
 def build_chains(calls: Sequence[sessions.Node]) -> tuple[sessions.Chain, ...]:
-    """Return the chains of calls, in their order; a call that another one continues is part of that one's chain."""
+    """Return the chains that end at these calls, in order; a call that another one continues adds no chain."""
     continued = {earlier for call in calls for earlier in call.path()[:-1]}
     return tuple(sessions.build_chain(call) for call in dict.fromkeys(calls) if call not in continued)
 
 
 def _resolve_claim(claim: Claim, candidates: Sequence[sessions.Node]) -> sessions.Node:
-    """Return the call with these log-probs; of several, one that was continued, else the last."""
+    """Return the call with these log-probs; among several, one that was continued, else the last."""
     if not candidates:
         raise sessions.UnknownEcho(claim.echo)
     same = [node for node in candidates if _logprobs_match(claim.logprobs, node.sampled.generation_logprobs or ())]
@@ -138,7 +135,7 @@ def _resolve_claim(claim: Claim, candidates: Sequence[sessions.Node]) -> session
 
 
 def _logprobs_match(reported: Sequence[float], recorded: Sequence[float]) -> bool:
-    if reported == recorded:  # equal tuples: the usual case, without arithmetic
+    if reported == recorded:  # the usual case, without arithmetic
         return True
     return len(reported) == len(recorded) and all(
         abs(a - b) <= LOGPROB_TOLERANCE for a, b in zip(reported, recorded, strict=True)

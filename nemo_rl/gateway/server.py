@@ -1,21 +1,19 @@
-"""The gateway as an HTTP server on aiohttp: routes, limits and errors; completions.py answers a call.
+"""The gateway as an HTTP server on aiohttp: routes, limits and errors; completions.py answers the calls.
 
-    POST   /sessions                            {"seed"?} -> {"id", "base_url"}
-    POST   /sessions/{id}/v1/chat/completions   OpenAI's chat completions, as part of the session
-    POST   /sessions/{id}/v1/messages           Anthropic's Messages, and /v1/messages/count_tokens
-    POST   /sessions/{id}/v1/responses          OpenAI's Responses
-    POST   /sessions/{id}/v1beta/models/...     Google's Gemini: {model}:generateContent, :streamGenerateContent,
-                                                :countTokens
-    POST   /sessions/{id}/reward                {"reward"} or {"rewards": {name: number}}, "completion_id"?
-    GET    /sessions/{id}                       its chains, token for token
-    DELETE /sessions/{id}                       the same, and the session is closed
-    POST   /v1/...                              the same: a header or the API key names the session;
-                                                chat completions need none: echoed token ids identify the chain
+    POST   /sessions                    run  {"seed"?} -> {"id", "base_url"}
+    POST   /sessions/{id}/v1/...             a call in the session, by the paths of each API in dialects/
+    POST   /sessions/{id}/reward        run  {"reward"} or {"rewards": {name: number}}, "completion_id"?
+    GET    /sessions/{id}               run  its chains, token for token
+    DELETE /sessions/{id}               run  the same, and the session is closed
+    POST   /v1/...                           the same calls; a header, the API key or the body names the session
+    POST   /v1/chat/completions         run  without a session: echoed token ids identify the chain
     GET    /v1/models, /sessions/{id}/v1/models
     GET    /health
 
-A client that disconnects cancels its generation. The server binds to localhost by default, where a session's id is its
-secret. Bound elsewhere, every request but /health needs the server's token as its API key; `web.Guard` decides.
+Endpoints marked "run" need the run's key as the API key, on every address: agents, and the processes that they start
+for the policy, hold only a session's id, which opens calls in that session. Bound to more than localhost, or with a
+configured key, the server requires one of both for every request but /health. A client that disconnects cancels its
+generation.
 """
 
 import asyncio
@@ -24,47 +22,37 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
 from pydantic_core import to_json
 
-from nemo_rl.config.run import GatewayConfig
+from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway import schema
-from nemo_rl.gateway.calls import Answer, CallRequest, CountingDialect, Dialect, EventStream
+from nemo_rl.gateway.calls import CallAnswer, CallRequest, Delta
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionHandler, CompletionRules
-from nemo_rl.gateway.dialects.chat_completions import ChatCompletions
-from nemo_rl.gateway.dialects.gemini import Gemini
-from nemo_rl.gateway.dialects.messages import Messages
-from nemo_rl.gateway.dialects.responses import Responses
+from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, load_dialects
 from nemo_rl.gateway.echoes import EchoedCallStore
-from nemo_rl.gateway.registry import LiveSession, SessionRegistry
+from nemo_rl.gateway.live_sessions import LiveSession, SessionRegistry
+from nemo_rl.gateway.request_errors import RequestError
+from nemo_rl.gateway.session_api import RewardRequest, SessionRequest, session_body
 from nemo_rl.gateway.sessions import Session
-from nemo_rl.gateway.streaming import Delta
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import SamplingParams
-from nemo_rl.web import Guard, Handler, Refused, accept, api_keys, is_exposed, make_token, open_listener, read_body
+from nemo_rl.web import Guard, Handler, Refused, accept, contains_key, is_exposed, make_token, open_listener, read_body
 
 logger = logging.getLogger(__name__)
 
-CHAT = ChatCompletions()
-DIALECTS: Mapping[str, Dialect] = {
-    "/chat/completions": CHAT,
-    "/messages": (MESSAGES := Messages()),
-    "/responses": Responses(),
-    "/models/{model:.+}:generateContent": (GEMINI := Gemini()),
-    "/models/{model:.+}:streamGenerateContent": Gemini(streams=True),
-}
-COUNTERS: Mapping[str, CountingDialect] = {"/messages/count_tokens": MESSAGES, "/models/{model:.+}:countTokens": GEMINI}
 # Anthropic's clients add /v1 to a base URL themselves, Google's /v1beta or /v1.
 PREFIXES = ("/sessions/{id}/v1", "/v1", "/v1beta", "/sessions/{id}/v1beta", "/sessions/{id}/v1/v1")
 PREFIXES += ("/sessions/{id}/v1/v1beta",)
 SESSION_HEADER = "X-NeMo-RL-Session"
 NO_SESSION = f"this API needs a session: in the base URL, in the header {SESSION_HEADER}, or its id as the API key"
-SHUTDOWN_S = 1.0  # for calls without a session that still run when the server is closed; then they are cancelled
+NO_RUN_KEY = "this needs the run's key, gateway.token_env, as the API key; a session's opens only calls in that session"
+INTERNAL_ERROR = RequestError(500, "internal gateway error; see the gateway log", code="internal")
+SHUTDOWN_S = 1.0  # grace period for running calls without a session when the server closes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +60,22 @@ class ServerSettings:
     """Address and limits of a server."""
 
     host: str = "127.0.0.1"
-    port: int = 0  # 0: a free one
-    advertised_host: str | None = None  # under which agents reach it; None: `host`
-    token: str | None = None  # None: none on a loopback address, else a random one
-    max_sessions: int = 4096
+    port: int = 0  # 0: any free port
+    advertised_host: str | None = None  # hostname advertised to agents; None: `host`
+    token: str | None = None  # the run's key; None: a random one
+    max_sessions: int = 4096  # opened by this program
+    max_client_sessions: int = 1024  # opened over HTTP
     max_connections: int = 4096
-    max_echoed_calls: int = 65_536  # kept for clients without a session
-    ttl_s: float = 3600.0  # of unused sessions and calls
+    max_echoed_calls: int = 65_536  # stored for clients without a session
+    ttl_s: float = 3600.0  # time to live of unused sessions and stored calls
     max_body_bytes: int = 32 * 2**20
-    headers_timeout_s: float = 30.0  # for a request's headers to arrive
-    body_timeout_s: float = 60.0  # for its body
-    allowed_hosts: tuple[str, ...] = ()  # names in a Host header besides this machine's
+    headers_timeout_s: float = 30.0
+    body_timeout_s: float = 60.0
+    allowed_hosts: tuple[str, ...] = ()  # accepted in Host headers, besides this machine's names
 
 
 def read_token(section: GatewayConfig) -> str | None:
-    """Return the API key of `gateway.token_env`; raises ConfigError where that variable is not set."""
+    """Return the API key of `gateway.token_env`; raises ConfigError if that variable is not set."""
     if section.token_env is None:
         return None
     if not (token := os.environ.get(section.token_env, "").strip()):
@@ -95,13 +84,13 @@ def read_token(section: GatewayConfig) -> str | None:
 
 
 def check_gateway(section: GatewayConfig) -> None:
-    """Raise ConfigError, before an engine loads, for an address or a token with which no server could start."""
+    """Raise ConfigError, before an engine loads, for an address or a token that no server could start with."""
     read_token(section)
     open_listener(section.host, section.port, key="gateway.host, gateway.port").close()
 
 
 class GatewayServer:
-    """Serves one engine to agents. Created by `start`, ended by `close`, both in the event loop of the engine."""
+    """Serves one engine to agents; created by `start` and ended by `close` in the engine's event loop."""
 
     def __init__(
         self, generation: Generation, codec: Codec, rules: CompletionRules, settings: ServerSettings | None = None
@@ -111,17 +100,27 @@ class GatewayServer:
         self._codec = codec
         self._rules = rules
         self._completions = CompletionHandler(generation, codec, rules)
+        self._dialects = load_dialects()
         clock = time.monotonic
-        self._sessions = SessionRegistry(codec, max_sessions=settings.max_sessions, ttl_s=settings.ttl_s, clock=clock)
+        self._sessions = SessionRegistry(
+            codec,
+            max_sessions=settings.max_sessions,
+            max_client_sessions=settings.max_client_sessions,
+            ttl_s=settings.ttl_s,
+            clock=clock,
+        )
         self.echoed = EchoedCallStore(codec, max_calls=settings.max_echoed_calls, ttl_s=settings.ttl_s, clock=clock)
-        self.token = settings.token or (make_token() if is_exposed(settings.host) else None)
+        self.token = settings.token or make_token()
+        requires_key = settings.token is not None or is_exposed(settings.host)
         hosts = (*settings.allowed_hosts, *([settings.advertised_host] if settings.advertised_host else []))
         self._guard = Guard(
             settings.host,
-            token=self.token,
+            token=self.token if requires_key else None,
             allowed_hosts=hosts,
             public_paths=("/health",),
-            knows_key=self._sessions.is_known,  # a session's id is a secret of its own
+            knows_key=self._sessions.is_known,
+            key_headers=[header for dialect in self._dialects for header in dialect.key_headers],
+            key_parameters=[parameter for dialect in self._dialects for parameter in dialect.key_parameters],
         )
         self.port = settings.port
         self._runner: web.AppRunner | None = None
@@ -132,7 +131,7 @@ class GatewayServer:
     async def start(
         cls, generation: Generation, codec: Codec, rules: CompletionRules, settings: ServerSettings | None = None
     ) -> "GatewayServer":
-        """Start a server, which listens on return; raises ConfigError for an address that cannot be bound."""
+        """Start a server that listens on return; raises ConfigError for an address that cannot be bound."""
         server = cls(generation, codec, rules, settings)
         await server._listen()
         return server
@@ -148,14 +147,26 @@ class GatewayServer:
         return len(self._sessions)
 
     def open_session(
-        self, *, seed: int | None = None, sampling: SamplingParams | None = None, trains: bool = True
+        self,
+        *,
+        seed: int | None = None,
+        sampling: SamplingParams | None = None,
+        trains: bool = True,
+        by_client: bool = False,
     ) -> str:
         """Open a session and return its id; raises RequestError 429 when too many are open.
 
-        `sampling` replaces that of the rules for this session: a greedy validation beside sampled training.
+        `sampling` replaces the run's for this session, as for a greedy validation beside sampled training.
         """
         seed = self._completions.next_session_seed() if seed is None else seed
-        return self._sessions.open(seed=seed, sampling=sampling, trains=trains).session_id
+        live = self._sessions.open(seed=seed, sampling=sampling, trains=trains, by_client=by_client)
+        return live.session_id
+
+    def reward_calls(self, session_id: str, rewards: Mapping[str, Mapping[str, float]]) -> None:
+        """Store rewards by name for the chains through each completion id; raises RequestError 404 or 409."""
+        session = self._sessions.get(session_id).session
+        for completion_id, by_name in rewards.items():
+            _reward(session, by_name, completion_id)
 
     def session_url(self, session_id: str) -> str:
         """Return the OPENAI_BASE_URL of a session's agent."""
@@ -186,19 +197,20 @@ class GatewayServer:
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.post("/sessions", self._open),
-                web.get("/sessions/{id}", self._read),
-                web.delete("/sessions/{id}", self._close),
-                web.post("/sessions/{id}/reward", self._reward),
+                web.post("/sessions", self._with_run_key(self._open)),
+                web.get("/sessions/{id}", self._with_run_key(self._read)),
+                web.delete("/sessions/{id}", self._with_run_key(self._close)),
+                web.post("/sessions/{id}/reward", self._with_run_key(self._reward)),
                 web.get("/sessions/{id}/v1/models", self._models),
             ]
         )
         for prefix in PREFIXES:
             call = self._call if "{id}" in prefix else self._call_on_plain_path
-            for path, dialect in DIALECTS.items():
-                app.router.add_post(f"{prefix}{path}", partial(call, dialect=dialect))
-            for path, counter in COUNTERS.items():
-                app.router.add_post(f"{prefix}{path}", partial(self._count_tokens, dialect=counter))
+            for dialect in self._dialects:
+                for path in dialect.paths:
+                    app.router.add_post(f"{prefix}{path}", partial(call, dialect=dialect))
+                for path in dialect.count_paths:
+                    app.router.add_post(f"{prefix}{path}", partial(self._count_tokens, dialect=dialect))
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         server = self._runner.server
@@ -217,44 +229,64 @@ class GatewayServer:
             await self._runner.cleanup()
             raise
         self._sweeper = asyncio.create_task(self._sweep())
-        logger.info("the gateway listens on %s", self.base_url)
+        logger.info("gateway: listening on %s", self.base_url)
 
     async def _sweep(self) -> None:
-        """Close sessions that were unused for long, until cancelled."""
+        """Close sessions that are past their time to live, until cancelled."""
         while True:
             await asyncio.sleep(max(self._settings.ttl_s / 10, 0.05))
             self.echoed.expire()
             if expired := self._sessions.expire():
-                logger.warning("%d sessions were closed after %g s without use", len(expired), self._settings.ttl_s)
+                logger.warning("gateway: closed %d sessions after %g s without use", len(expired), self._settings.ttl_s)
 
     @web.middleware
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let in who may come in, and give every error its envelope."""
+        """Authenticate the request; render errors in the caller's API format."""
         try:
             self._guard.check(request)
             return await handler(request)
-        except schema.RequestError as error:
+        except RequestError as error:
             request_error = error
         except Refused as error:
-            request_error = schema.RequestError(error.status, str(error), code=error.code)
+            request_error = RequestError(error.status, str(error), code=error.code)
         except web.HTTPException as error:  # aiohttp's own: no such route, wrong method, too large a body
-            request_error = schema.RequestError(error.status, error.reason)
+            request_error = RequestError(error.status, error.reason)
         except ConnectionError:
             raise
         except Exception:
-            logger.exception("a request to the gateway failed")
-            request_error = schema.RequestError(
-                500, "the gateway failed at this request; its log tells why", code="internal"
-            )
+            logger.exception("gateway: request failed")
+            request_error = INTERNAL_ERROR
         headers = {"Retry-After": "1"} if request_error.status == 429 else None
-        body = _dialect_of(request.path).render_error(request_error)
+        dialect = self._find_dialect(request.path)
+        body = request_error.body() if dialect is None else dialect.render_error(request_error)
         return web.json_response(body, status=request_error.status, headers=headers)
+
+    def _find_dialect(self, path: str) -> Dialect | None:
+        """Return the API of a path, even if no route matches the whole path; None for the gateway's own endpoints."""
+        for dialect in self._dialects:
+            suffixes = (each.rpartition("}")[2] for each in (*dialect.paths, *dialect.count_paths))
+            if path.endswith(tuple(suffixes)):
+                return dialect
+        return None
 
     async def _body(self, request: web.Request) -> bytes:
         return await read_body(request, self._settings.body_timeout_s)
 
     def _session(self, request: web.Request) -> LiveSession:
         return self._sessions.get(request.match_info["id"])
+
+    def _with_run_key(self, handler: Handler) -> Handler:
+        """Return the handler for holders of the run's key; others are refused before their body is read."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            self._require_run_key(request)
+            return await handler(request)
+
+        return guarded
+
+    def _require_run_key(self, request: web.Request) -> None:
+        if not contains_key(self._guard.api_keys(request), self.token):
+            raise RequestError(401, NO_RUN_KEY, code="invalid_api_key")
 
     async def _health(self, request: web.Request) -> web.Response:
         queue = self._completions.queue
@@ -266,62 +298,56 @@ class GatewayServer:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _open(self, request: web.Request) -> web.Response:
-        parsed = schema.parse_body(schema.SessionRequest, await self._body(request) or b"{}")
-        session_id = self.open_session(seed=parsed.seed)
+        parsed = SessionRequest.from_json(await self._body(request) or b"{}")
+        session_id = self.open_session(seed=parsed.seed, by_client=True)
         return web.json_response({"id": session_id, "object": "session", "base_url": self.session_url(session_id)})
 
     async def _read(self, request: web.Request) -> web.Response:
         live = self._session(request)
-        return web.json_response(schema.session_body(live.session_id, live.session))
+        return web.json_response(session_body(live.session_id, live.session))
 
     async def _close(self, request: web.Request) -> web.Response:
         session_id = request.match_info["id"]
-        return web.json_response(schema.session_body(session_id, self.close_session(session_id)))
+        return web.json_response(session_body(session_id, self.close_session(session_id)))
 
     async def _reward(self, request: web.Request) -> web.Response:
         self._session(request)
-        parsed = schema.parse_body(schema.RewardRequest, await self._body(request))
-        session = self._session(request).session  # again: the body may have taken its time
-        try:
-            session.reward(parsed.named(), completion_id=parsed.completion_id)
-        except KeyError as error:
-            raise schema.RequestError(404, "no such completion in this session", param="completion_id") from error
+        parsed = RewardRequest.from_json(await self._body(request))
+        session = self._session(request).session  # again: it may have ended while the body arrived
+        _reward(session, parsed.named(), parsed.completion_id)
         return web.json_response({"rewards": session.rewards})
-
-    async def _read_call(self, request: web.Request, dialect: Dialect) -> CallRequest:
-        """Return the neutral call of a request's body and address; raises RequestError."""
-        call = dialect.parse(await self._body(request))
-        if (model := request.match_info.get("model")) is None:
-            return call
-        if call.stream and request.query.get("alt") != "sse":
-            raise schema.make_unsupported_error("alt", "alt: a stream is of events; add ?alt=sse")
-        return replace(call, model=model)  # Gemini's addresses name it
 
     async def _call(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         self._session(request)
-        call = await self._read_call(request, dialect)
-        live = self._session(request)  # again: the body may have taken its time
+        call = dialect.parse(await self._body(request), request.rel_url)
+        live = self._session(request)  # again: the session may have ended while the body arrived
         return await self._respond(request, dialect, call, partial(self._completions.complete_in_session, call, live))
 
     async def _call_on_plain_path(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
-        """Answer a call whose session is named by a header, the API key or the body, or which has none."""
+        """Answer a call outside of a session's path: a header, the API key or the body may name a session.
+
+        A call without a session needs the run's key.
+        """
         live = self._keyed_session(request)
-        call = await self._read_call(request, dialect)
+        call = dialect.parse(await self._body(request), request.rel_url)
         if live is not None:
-            live = self._sessions.get(live.session_id)  # again: the body may have taken its time
+            live = self._sessions.get(live.session_id)  # again: it may have ended while the body arrived
         is_named = live is None and call.session_id is not None
-        if call.session_id is not None and live is None:
+        if live is None and call.session_id is not None:
             live = self._sessions.get(call.session_id)
         if live is not None:
             complete = partial(self._completions.complete_in_session, call, live, is_named=is_named)
-        elif isinstance(dialect, ChatCompletions):
-            complete = partial(self._completions.complete_without_session, call, self.echoed)
+        elif dialect.needs_session:
+            raise RequestError(400, NO_SESSION, code="no_session")
         else:
-            raise schema.RequestError(400, NO_SESSION, code="no_session")
+            self._require_run_key(request)
+            complete = partial(self._completions.complete_without_session, call, self.echoed)
         return await self._respond(request, dialect, call, complete)
 
-    async def _count_tokens(self, request: web.Request, dialect: CountingDialect) -> web.Response:
+    async def _count_tokens(self, request: web.Request, dialect: Dialect) -> web.Response:
         live = self._session(request) if "id" in request.match_info else self._keyed_session(request)
+        if live is None:
+            self._require_run_key(request)
         call = dialect.parse_count(await self._body(request))
         return web.json_response(dialect.render_count(self._completions.count_tokens(call, live)))
 
@@ -329,11 +355,11 @@ class GatewayServer:
         """Return the session that the header or the API key names; raises RequestError for an unknown one."""
         if (named := request.headers.get(SESSION_HEADER)) is not None:
             return self._sessions.get(named)
-        key = next((key for key in api_keys(request) if self._sessions.is_known(key)), None)
+        key = next((key for key in self._guard.api_keys(request) if self._sessions.is_known(key)), None)
         return None if key is None else self._sessions.get(key)
 
     async def _respond(
-        self, request: web.Request, dialect: Dialect, call: CallRequest, complete: Callable[..., Awaitable[Answer]]
+        self, request: web.Request, dialect: Dialect, call: CallRequest, complete: Callable[..., Awaitable[CallAnswer]]
     ) -> web.StreamResponse:
         if call.stream:
             return await self._stream(request, dialect.open_stream(call), complete)
@@ -342,9 +368,9 @@ class GatewayServer:
         return web.Response(body=body, content_type="application/json")
 
     async def _stream(
-        self, request: web.Request, events: EventStream, complete: Callable[..., Awaitable[Answer]]
+        self, request: web.Request, events: EventStream, complete: Callable[..., Awaitable[CallAnswer]]
     ) -> web.StreamResponse:
-        """Send events while tokens are sampled. An error before the first one is answered as without streaming."""
+        """Send events while tokens are sampled; an error before the first event is answered as without streaming."""
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
         task = asyncio.ensure_future(complete(sink=deltas.put_nowait))
         task.add_done_callback(lambda _: deltas.put_nowait(None))
@@ -361,16 +387,15 @@ class GatewayServer:
                     await response.write(unsent)
             try:
                 end = events.render_end(await task, self._codec.encoder)
-            except schema.RequestError as error:
+            except RequestError as error:
                 if not response.prepared:
                     raise
                 end = events.render_failure(error)
             except Exception:
                 if not response.prepared:
                     raise
-                logger.exception("a streamed call failed")
-                text = "the gateway failed at this request; its log tells why"
-                end = events.render_failure(schema.RequestError(500, text, code="internal"))
+                logger.exception("gateway: streamed call failed")
+                end = events.render_failure(INTERNAL_ERROR)
             if not response.prepared:
                 await response.prepare(request)
             await response.write_eof(unsent + end)
@@ -380,15 +405,16 @@ class GatewayServer:
         return response
 
 
-def _dialect_of(path: str) -> Dialect:
-    """Return the API that a path is of, for the envelope of an error."""
-    if path.endswith(("/messages", "/messages/count_tokens")):
-        return MESSAGES
-    return GEMINI if path.endswith((":generateContent", ":streamGenerateContent", ":countTokens")) else CHAT
+def _reward(session: Session, rewards: Mapping[str, float], completion_id: str | None) -> None:
+    """Store rewards; raises RequestError 404 for an unknown completion."""
+    try:
+        session.reward(rewards, completion_id=completion_id)
+    except KeyError as error:
+        raise RequestError(404, f"no completion {completion_id!r} in this session", param="completion_id") from error
 
 
 async def _waiting(deltas: asyncio.Queue[Delta | None]) -> list[Delta | None]:
-    """Wait for a delta and return it with those after it: they share a write, which costs more than all else."""
+    """Wait for a delta and return it with those queued after it, to share a write: writes dominate the cost."""
     waiting = [await deltas.get()]
     while not deltas.empty():
         waiting.append(deltas.get_nowait())

@@ -1,21 +1,21 @@
-"""One agent's run as chains of exact tokens: those sampled, and those encoded between them. No I/O, no clock.
+"""One agent's run as chains of exact tokens, sampled or encoded in between. No I/O, no clock.
 
-Every successful call adds one node below the node whose history it continues:
+Every successful call adds a child to the node whose history it continues:
 
     begin(messages, tools) -> PendingCall   the prompt's tokens; changes nothing
     commit(call, completion, message)       adds the node; a call that is never committed leaves no trace
 
-A request continues the longest history that is a prefix of its messages and ends with a sampled one; only the messages
-after it are encoded. So
+A request continues the longest prefix of its messages that is known and ends with a sampled message; only the messages
+after that prefix are encoded. So
 
 - an append extends a chain; an edited history begins a branch; a sub-agent, a compacted history or other tools begin
   a new chain;
-- a rewritten last message is rolled back: the branch starts at the sampled message before it, and the rewritten one
-  is context in it; what had been sampled there stays as a chain of its own;
-- the same request again (a client's retry) gives a sibling. The sibling that the agent continues is kept; where it
-  continues none, the last one is. Siblings that were sampled at the same time (best of n) are all kept. Of siblings
-  with the same text, the last is continued, unless the ids of its tool calls identify another;
-- tool calls that come back without the text beside them continue the chain.
+- a rewritten last message begins a branch at the sampled message before it and is context there; the original stays as
+  a chain of its own;
+- the same request again (a client's retry) gives a sibling. The sibling that the agent continues is kept, or else the
+  last one. Siblings sampled at the same time (best of n) are all kept. Of siblings with equal text, the last is
+  continued, unless the ids of tool calls identify another;
+- tool calls that come back without their text continue the chain.
 """
 
 import json
@@ -28,7 +28,8 @@ from itertools import chain
 from typing import Any
 
 from nemo_rl.data.chat import flat_token_ids
-from nemo_rl.gateway.codec import Codec, strip_thinking
+from nemo_rl.gateway.codec import Codec
+from nemo_rl.gateway.markup import strip_thinking
 from nemo_rl.types import Completion, Message, MessageLog, TokenizedMessage
 
 DIGEST_BYTES = 16
@@ -40,7 +41,7 @@ def tools_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def history_digest(history: bytes, message: Message) -> bytes:
-    """Return the digest of a history with one more message at its end; thinking makes no difference."""
+    """Return the digest of a history followed by a message; thinking is ignored."""
     content = strip_thinking(message.content).strip() if message.role == "assistant" else message.content
     calls = [[call.name, _arguments(call.arguments)] for call in message.tool_calls]
     return _digest(history, _canonical_json([message.role, content, calls]))
@@ -55,7 +56,7 @@ def _canonical_json(value: object) -> str:
 
 
 def _arguments(text: str) -> str:
-    """Return the canonical JSON of a call's arguments; malformed JSON is compared as it is."""
+    """Return the canonical JSON of a call's arguments; malformed JSON is compared as text."""
     try:
         return _canonical_json(json.loads(text))
     except (ValueError, RecursionError):
@@ -64,13 +65,13 @@ def _arguments(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The tokens of an earlier call, as a client sent them back."""
+    """The tokens of an earlier call, sent back by a client."""
 
     prompt_token_ids: tuple[int, ...]
     generation_token_ids: tuple[int, ...]
 
     def digest(self) -> bytes:
-        """Return a digest of both and of their boundary: the same tokens split elsewhere are another call."""
+        """Return a digest of prompt, generation and the boundary between them."""
         prompt, generation = self.prompt_token_ids, self.generation_token_ids
         digest = blake2b(len(prompt).to_bytes(8, "little"), digest_size=16)
         digest.update(array("q", (*prompt, *generation)).tobytes())
@@ -89,25 +90,25 @@ class UnknownEcho(Exception):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One committed call: what was encoded since its parent, and what was sampled."""
+    """One committed call: the messages encoded since its parent, and the sampled message."""
 
     parent: "Node | None"
     context: MessageLog
     sampled: TokenizedMessage
-    request: bytes  # digest of tools and messages that it answered
+    request: bytes  # digest of tools and messages of the request
     weight_versions: tuple[int, int]
     is_truncated: bool = False  # the response was cut by its token limit
     rewards: dict[str, float] = field(default_factory=dict)  # posted for this call
     is_continued: bool = False
-    asked: tuple[Message, ...] = ()  # the messages of its request as the client knows them, without instructions
-    is_parallel: bool = False  # sampled at the same time as a sibling
+    asked: tuple[Message, ...] = ()  # messages of the request as the client knows them, without instructions
+    is_parallel: bool = False  # a sibling was sampled at the same time
 
     def message_log(self) -> MessageLog:
-        """Return the whole history up to and including the message sampled here."""
+        """Return the whole history up to and including the sampled message."""
         return tuple(message for node in self.path() for message in (*node.context, node.sampled))
 
     def path(self) -> list["Node"]:
-        """Return the calls from the first one of the chain to this one."""
+        """Return the calls from the start of the chain to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -122,7 +123,7 @@ class PendingCall:
 
     prompt_token_ids: tuple[int, ...]
     parent: Node | None
-    context: MessageLog  # encoded for this call, after the parent's history
+    context: MessageLog  # messages after the parent's history
     request: bytes
 
 
@@ -132,14 +133,14 @@ class Chain:
 
     message_log: MessageLog
     weight_versions: tuple[int, int]  # oldest and newest
-    rewards: Mapping[str, float]  # posted for its calls; those of the whole session are the session's
+    rewards: Mapping[str, float]  # posted for its calls; `Session.rewards` has those for the whole run
     is_truncated: bool = False  # its last response was cut by its token limit
 
 
 def start_chain(
     codec: Codec, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: bytes
 ) -> PendingCall:
-    """Encode the first call of a new chain. Raises ConfigError for messages that the template refuses."""
+    """Encode the first call of a new chain; raises ConfigError for messages that the template refuses."""
     context = codec.encode_first_turn(messages, tools)
     return PendingCall(flat_token_ids(context), None, context, request)
 
@@ -147,7 +148,7 @@ def start_chain(
 def continue_chain(
     codec: Codec, node: Node, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], request: bytes
 ) -> PendingCall | None:
-    """Encode the call that appends to a node's history; None where the template cannot render that."""
+    """Encode a call that appends to a node's history; return None if the template cannot render it."""
     history = node.message_log()
     context = codec.encode_next_turn(history, new_messages, tools)
     if context is None:
@@ -159,7 +160,7 @@ def continue_chain(
 def complete_call(call: PendingCall, completion: Completion, message: Message, *, is_trained: bool = True) -> Node:
     """Return the node of a completed call, and mark its parent as continued.
 
-    The tokens of a call that is not trained are context: they have no log-probs.
+    An untrained call's tokens count as context: they have no log-probs.
     """
     logprobs = completion.logprobs if is_trained else None
     sampled = TokenizedMessage(message, completion.token_ids, logprobs, completion.weight_spans)
@@ -178,7 +179,7 @@ def build_chain(node: Node) -> Chain:
 
 
 class CallFailureKind(StrEnum):
-    """Causes of a failed call that lie outside of the agent."""
+    """Reasons a call failed through no fault of the agent."""
 
     ENGINE = "engine"  # the engine failed, or did not answer before its deadline
     CONTEXT_LENGTH = "context_length"  # the conversation leaves no room for a response
@@ -186,7 +187,7 @@ class CallFailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """A call that could not be answered, through no fault of the agent that sent it."""
+    """A call that failed through no fault of the agent."""
 
     kind: CallFailureKind
     cause: str
@@ -196,36 +197,36 @@ class Session:
     """The chains of one agent's run."""
 
     def __init__(self, codec: Codec) -> None:
-        self.rewards: dict[str, float] = {}  # of the whole run, by name; the last value posted counts
-        self.last_failure: CallFailure | None = None  # of the last call; None after one that was answered
+        self.rewards: dict[str, float] = {}  # for the whole run, by name; the last value posted counts
+        self.last_failure: CallFailure | None = None  # failure of the last call; None if it was answered
         self._codec = codec
-        self._calls: dict[str, Node] = {}  # by completion id, in the order of their commits
-        self._by_history: dict[bytes, list[Node]] = {}  # digest of everything up to and including the sampled message
+        self._calls: dict[str, Node] = {}  # by completion id, in order of commits
+        self._by_history: dict[bytes, list[Node]] = {}  # digest of the history with the sampled message -> calls
         self._by_request: dict[tuple[int, bytes], list[Node]] = {}  # siblings: (parent, request) -> answers
-        self._by_tokens: dict[bytes, list[Node]] = {}  # an echo's digest -> calls that sampled the same
+        self._by_tokens: dict[bytes, list[Node]] = {}  # digest of an echo -> calls with these tokens
 
     @property
     def num_calls(self) -> int:
         return len(self._calls)
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> PendingCall:
-        """Encode a call. Raises ConfigError for messages that the chat template refuses."""
+        """Encode a call; raises ConfigError for messages that the chat template refuses."""
         digests = history_digests(messages, tools)
         node, length = self._find_history(messages, digests)
-        if node is not None:  # a shorter history would have to append the same messages, and more
+        if node is not None:  # a shorter history is no alternative: it would append the same messages and more
             call = continue_chain(self._codec, node, messages[length:], tools, digests[-1])
             if call is not None:
                 return call
         return start_chain(self._codec, messages, tools, digests[-1])
 
     def mark_truncated(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Mark the chain that a call would continue as truncated: the call found no room in the context."""
+        """Mark the chain that a call would continue as truncated, because the context leaves no room for the call."""
         node, _ = self._find_history(messages, history_digests(messages, tools))
         if node is not None:
             node.is_truncated = True
 
     def _find_history(self, messages: Sequence[Message], digests: Sequence[bytes]) -> tuple[Node | None, int]:
-        """Return the call with the longest history that the messages begin with, and the length of that."""
+        """Return the call with the longest history that is a prefix of the messages, and that prefix's length."""
         for length in range(len(messages) - 1, 0, -1):
             if nodes := self._by_history.get(digests[length]):
                 return _select_node(nodes, messages[length - 1]), length
@@ -234,7 +235,7 @@ class Session:
     def begin_from_echo(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, echo: Echo, num_known: int
     ) -> PendingCall:
-        """Encode a call that continues the one with the tokens of `echo`; messages from index `num_known` on are new.
+        """Encode a call that continues the call of `echo`; messages from index `num_known` on are new.
 
         Raises UnknownEcho, and ConfigError as `begin` does.
         """
@@ -247,11 +248,11 @@ class Session:
         return start_chain(self._codec, messages, tools, request) if call is None else call
 
     def find(self, echo: Echo) -> Sequence[Node]:
-        """Return the calls with these tokens, in the order in which they were made."""
+        """Return the calls with these tokens, in order of commits."""
         return self._by_tokens.get(echo.digest(), ())
 
     def conversation(self, completion_id: str) -> tuple[Message, ...] | None:
-        """Return the messages up to and including a completion's, without instructions; None for an unknown one."""
+        """Return the conversation that ends with a completion, without instructions; None if the id is unknown."""
         node = self._calls.get(completion_id)
         return None if node is None else (*node.asked, node.sampled.message)
 
@@ -266,7 +267,7 @@ class Session:
         is_parallel: bool = False,
         is_trained: bool = True,
     ) -> None:
-        """Store what was sampled for a call; `message` is what the agent receives and will send back.
+        """Store a completed call; `message` is the response as the agent receives it and will send it back.
 
         `asked`: the request's messages, for a later request that names this completion instead of repeating them.
         """
@@ -290,7 +291,7 @@ class Session:
         target.update(rewards)
 
     def chains(self) -> tuple[Chain, ...]:
-        """Return the chains to train on, in the order of the last commits, without unrewarded abandoned siblings."""
+        """Return the chains to train on, in order of last commits; abandoned siblings without a reward are left out."""
         return tuple(build_chain(node) for node in self._calls.values() if self._ends_chain(node))
 
     def _ends_chain(self, node: Node) -> bool:
@@ -310,7 +311,7 @@ def history_digests(messages: Sequence[Message], tools: Sequence[Mapping[str, An
 
 
 def _select_node(nodes: Sequence[Node], message: Message) -> Node:
-    """Return the node that a client sent back, of several with one text: by its tool calls' ids, else the last."""
+    """Return the node that a client sent back among several with equal text: by ids of tool calls, else the last."""
     ids = {call.id for call in message.tool_calls}
     for node in nodes:
         if ids & {call.id for call in node.sampled.message.tool_calls}:

@@ -1,95 +1,50 @@
 """Deltas of a response while its tokens are sampled.
 
-A delta never splits a character, and never holds text that the parsers may still take: what may begin a stop string,
-a thinking tag or a tool call is held back until it is decided. Text is held to the end of the response where a parser
-is not in the tables below. The stream starts with the first token. After the first delta, tokens that come within
-an interval of the last reading are read together when it is over, whether another comes or not: reading and sending
-each token apart would cost the server several times what the whole call costs it. The interval grows with the number of
-calls that run.
+A delta never splits a character and never holds text that a parser may still take: text that may begin a stop string,
+a thinking tag or a tool call is held back until that is decided. If a parser's markup is not in markup.py, all text is
+held to the end of the response. The stream starts with the first token. After the first delta, tokens are read in
+batches, one per interval: reading and sending each token alone would cost the server several times as much as the rest
+of the call. The interval grows with the number of running calls.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Self, TypeAlias
 
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.gateway.codec import TAGGED_REASONING, THINK_CLOSE, THINK_OPEN, Codec, ParsedResponse, ReadingRules
-from nemo_rl.gateway.schema import EngineError
+from nemo_rl.gateway.calls import CallDelta, ReasoningDelta, Sink, StreamStart, TextDelta
+from nemo_rl.gateway.codec import Codec, ParsedResponse, ReadingRules
+from nemo_rl.gateway.markup import CALL_MARKUP, TAGGED_REASONING, THINK_CLOSE, THINK_OPEN
+from nemo_rl.gateway.request_errors import EngineError
 from nemo_rl.types import Completion, ToolCall
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S, MAX_INTERVAL_S = 0.05, 0.25  # between the deltas of a stream: the longest that a token waits
-DELTAS_PER_S = 320  # of all streams of a server, as far as their intervals allow; each costs it some 50 us
-UNDECIDED = "\ufffd"  # what a decoder writes for bytes that are no character yet
+INTERVAL_S, MAX_INTERVAL_S = 0.05, 0.25  # between the deltas of a stream; the longest wait of a token
+DELTAS_PER_S = 320  # all streams of a server together, as far as the intervals allow; each costs about 50 us
+UNDECIDED = "\ufffd"  # written by decoders for the bytes of an incomplete character
 
 
-@dataclass(frozen=True, slots=True)
-class StreamStart:
-    """Comes before the first delta."""
-
-    completion_id: str
-    model: str
-    num_prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A whole tool call, sent as soon as its markup is closed."""
-
-    index: int
-    call: ToolCall
-
-
-Delta: TypeAlias = StreamStart | ReasoningDelta | TextDelta | CallDelta
-Sink: TypeAlias = Callable[[Delta], None]
-CallLater: TypeAlias = Callable[[float, Callable[[], None]], asyncio.TimerHandle]  # (seconds, what to call)
-
-
-@dataclass(frozen=True, slots=True)
-class CallMarkup:
-    """The marks that begin and end a tool call in a parser's text; `only_at_start`: a call is the whole response."""
-
-    opening: tuple[str, ...]
-    closing: str | None
-    only_at_start: bool = False
-
-
-CALL_MARKUP: Mapping[str, CallMarkup] = {
-    "hermes": CallMarkup(("<tool_call>",), "</tool_call>"),
-    "qwen3_coder": CallMarkup(("<tool_call>", "<function="), "</function>"),
-    "llama3_json": CallMarkup(("{",), None, only_at_start=True),
-}
+CallLater: TypeAlias = Callable[[float, Callable[[], None]], asyncio.TimerHandle]  # (seconds, callback)
 
 
 def choose_interval_s(num_calls: int) -> float:
-    """Return the seconds between deltas of each stream while so many calls run.
+    """Return the seconds between the deltas of each stream while `num_calls` calls run.
 
-    Example: 16 calls have 0.05 s, 64 have 0.2 s.
+    Example: 0.05 s for 16 calls, 0.2 s for 64.
     """
     return min(max(INTERVAL_S, num_calls / DELTAS_PER_S), MAX_INTERVAL_S)
 
 
 class TokenDecoder:
-    """Text of tokens as they come; a character whose bytes are not complete waits for the rest."""
+    """Decodes tokens as they come; the bytes of an incomplete character wait for the rest."""
 
     def __init__(self, encoder: ChatEncoder) -> None:
         self._encoder = encoder
         self._token_ids: list[int] = []
-        self._window = 0  # decoding starts here: a token's text may depend on the one before it
+        self._window = 0  # index from which decoding starts: a token's text may depend on the token before it
         self._decoded = 0  # tokens whose text was returned
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -106,7 +61,7 @@ class TokenDecoder:
 class ResponseStream:
     """Sends the deltas of one response to a sink: `feed` while tokens come, then `finish`.
 
-    A context manager: after the block no timer is left.
+    A context manager that stops its timer on exit.
     """
 
     def __init__(
@@ -120,38 +75,36 @@ class ResponseStream:
         clock: Callable[[], float] = time.monotonic,
         call_later: CallLater | None = None,
     ) -> None:
-        """Make a stream; `interval_s` is asked at each reading for the seconds to the next one.
+        """Make a stream; `interval_s` returns the seconds to the next reading and is called at each reading.
 
-        `call_later` is the event loop's, without which a token waits for the next one.
+        `call_later` is the event loop's; without it, held tokens are read when the next one comes.
         """
         self._codec, self._start, self._sink, self._rules = codec, start, sink, rules
         self._interval_s, self._clock, self._call_later = interval_s, clock, call_later
         self._timer: asyncio.TimerHandle | None = None
-        self._next_read_at = 0.0  # when tokens are read again
+        self._next_read_at = 0.0  # time of `clock`
         self._decoder = TokenDecoder(codec.encoder)
         self._fed: list[int] = []
-        self._num_read = 0  # of these
-        self._error: Exception | None = None  # of a reading; the timer's caller would lose it
+        self._num_read = 0  # fed tokens that were read
+        self._error: Exception | None = None  # raised by a reading; kept because the event loop would swallow it
         self._text = ""
         self._sent = {ReasoningDelta: "", TextDelta: ""}
         self._num_calls = 0
-        self._num_closed = 0  # closing tags that were seen
+        self._num_closed = 0  # closing tags seen
         self._has_started = False
         self._has_sent = False  # a delta after the start
         tool_parser = codec.tool_parser_name if rules.with_tools else None
         reasoning_parser = codec.reasoning_parser_name
         self._markup = CALL_MARKUP.get(tool_parser or "")
-        is_readable = reasoning_parser in (None, *TAGGED_REASONING) and (
-            tool_parser is None or self._markup is not None
-        )
-        self._holds_all = not is_readable
+        has_known_marks = tool_parser is None or (self._markup is not None and bool(self._markup.opening))
+        self._holds_all = not has_known_marks or reasoning_parser not in (None, *TAGGED_REASONING)
         self._thinking_start = 0 if rules.is_thinking and reasoning_parser is not None else None
-        self._content_start = 0 if reasoning_parser is None else None  # None: not known yet
+        self._content_start = 0 if reasoning_parser is None else None  # None if not known yet
 
     def feed(self, start: int, token_ids: Sequence[int]) -> None:
-        """Take tokens, of which the first has index `start`; those that came before are skipped (an engine's retry).
+        """Take tokens, the first of which has index `start`; tokens that an engine sends again are skipped.
 
-        Raises the error of a reading, also of an earlier one that the timer started.
+        Raises the error of this reading or of an earlier one that the timer started.
         """
         self._raise_error()
         self._fed += token_ids[len(self._fed) - start :]
@@ -178,12 +131,12 @@ class ResponseStream:
             self._timer = None
 
     def _read_fed(self) -> None:
-        """Read the tokens that were fed since the last reading; an error is kept for `_raise_error`."""
+        """Read the tokens fed since the last reading; keep an error for `_raise_error`."""
         self._stop_timer()
         self._next_read_at = self._clock() + self._interval_s()
         try:
             self._read(self._fed[self._num_read :])
-        except Exception as error:  # of the tokenizer, a parser or the sink
+        except Exception as error:  # from the tokenizer, a parser or the sink  # noqa: BLE001
             self._error = error
         else:
             self._num_read = len(self._fed)
@@ -193,7 +146,7 @@ class ResponseStream:
             raise self._error
 
     def _read(self, token_ids: Sequence[int]) -> None:
-        """Send what these tokens decide."""
+        """Send the text and calls that these tokens decide."""
         self._text += self._decoder.feed(token_ids)
         text, is_ended = self._before_stop()
         if self._content_start is None:
@@ -202,9 +155,9 @@ class ResponseStream:
             self._read_content(text, self._content_start)
 
     def finish(self, completion: Completion, response: ParsedResponse) -> None:
-        """Send what is left.
+        """Send the rest of the response.
 
-        Raises EngineError where other tokens were streamed than the completion has, and the error of a reading.
+        Raises EngineError if the streamed tokens differ from the completion's, and the error of a reading.
         """
         self._stop_timer()
         self._raise_error()
@@ -216,7 +169,7 @@ class ResponseStream:
         self._send_calls(response.message.tool_calls)
 
     def _before_stop(self) -> tuple[str, bool]:
-        """Return the text before a stop string, or before what may begin one, and whether one was found."""
+        """Return the text before a stop string, or before a possible beginning of one, and whether one was found."""
         found = [at for stop in self._rules.stop_strings if (at := self._text.find(stop)) >= 0]
         if found:
             return self._text[: min(found)], True
@@ -226,7 +179,7 @@ class ResponseStream:
         if self._thinking_start is None:
             opening = text.lstrip()
             if THINK_OPEN.startswith(opening):
-                return  # it may still become the tag
+                return  # the tag may still be completed
             if not opening.startswith(THINK_OPEN):
                 self._content_start = 0
                 return
@@ -264,7 +217,7 @@ class ResponseStream:
             self._sink(self._start)
 
     def _send(self, kind: type[ReasoningDelta] | type[TextDelta], whole: str) -> None:
-        """Send what `whole` has beyond what was sent."""
+        """Send the part of `whole` that was not sent yet."""
         sent = self._sent[kind]
         if len(whole) > len(sent):
             self._begin()
@@ -273,14 +226,14 @@ class ResponseStream:
             self._sent[kind] = whole
 
     def _send_rest(self, kind: type[ReasoningDelta] | type[TextDelta], whole: str) -> None:
-        """Send the rest of a final text; what was sent may begin with white space that parsers strip."""
+        """Send the rest of a final text; the sent part may begin with white space that parsers strip."""
         sent = self._sent[kind]
         if not whole.startswith(sent):
             sent = self._sent[kind] = sent.lstrip()
         if whole.startswith(sent):
             self._send(kind, whole)
         else:
-            logger.warning("a streamed %s is not how the message of its tokens begins", kind.__name__)
+            logger.warning("streamed %s differs from the parsed message; not sending the rest", kind.__name__)
 
     def _send_calls(self, calls: Sequence[ToolCall]) -> None:
         for index in range(self._num_calls, len(calls)):
@@ -291,7 +244,7 @@ class ResponseStream:
 
 
 def safe_length(text: str, markers: Sequence[str]) -> int:
-    """Return the length of the text without an end that may begin one of the markers.
+    """Return the length of the text before an end that may begin one of the markers.
 
     Example: `safe_length("a <tool", ("<tool_call>",))` is 2.
     """

@@ -1,35 +1,21 @@
-"""Engines of the driver's process, `hf` and a user's own, and `make_generation`, which starts an engine of any kind.
-
-The entry of vLLM is in vllm/entry.py. This module loads no torch.
-"""
+"""The start of an engine of any kind. Loads neither torch nor vLLM."""
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import Field
-
-from nemo_rl.config.kinds import Entry
-from nemo_rl.config.policy import GenerationConfig, SamplingConfig
+from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.config.registries import ENGINES
-from nemo_rl.distributed.devices import ALL_DEVICES, Device
-from nemo_rl.errors import ConfigError, GenerationError
-from nemo_rl.generation.vllm.entry import VllmGenerationConfig, check_vllm
+from nemo_rl.errors import GenerationError
 from nemo_rl.interfaces import Generation
 
-DEFAULT_START_S = 300.0  # for an engine whose model is small
-
-if TYPE_CHECKING:
-    from nemo_rl.config.collect import ServerConfig
-    from nemo_rl.config.layout import Layout
-    from nemo_rl.config.master import TrainingRunConfig
+DEFAULT_START_S = 300.0  # enough for a small model
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """The model that an engine samples, and where; `dtype` and `max_model_len` hold where the section sets none."""
+    """The model that an engine samples, and its device; the section's precision and context length win over these."""
 
     model_path: str
     dtype: str
@@ -49,8 +35,8 @@ async def make_generation(
 
     `slots` are the resources of the replicas in a cluster (distributed/cluster.py), one per replica; without them
     `section.num_replicas` engines run on this machine. `start_timeout_s` bounds the start of each, except for code in
-    this process that does not give way to the event loop.
-    Raises ConfigError for settings that the engine refuses, GenerationError when it does not start.
+    this process that blocks the event loop.
+    Raises ConfigError for settings that the engine refuses, GenerationError if it does not start.
     """
     make = ENGINES.entry(section.backend, key="policy.generation.backend").make
     try:
@@ -61,120 +47,3 @@ async def make_generation(
             raise
         problem = f"the engine {section.backend} did not start within {start_timeout_s:g} s (cluster.start_timeout_s)"
         raise GenerationError(problem) from error
-
-
-class DriverEngineConfig(VllmGenerationConfig):
-    """`policy.generation` with one engine in the driver's process.
-
-    It accepts vLLM's keys, so that a recipe needs no other edit; of `vllm_cfg` `precision` and `max_model_len` hold.
-    """
-
-    CAN_GUIDE: ClassVar[bool] = False
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """Return the devices that the engine runs on: torch's."""
-        return ALL_DEVICES
-
-    @property
-    def runs_in_driver(self) -> bool:
-        """Return whether the engine runs in the driver's process even where the policy has a cluster."""
-        return True
-
-    @property
-    def can_sleep(self) -> bool:
-        """Return whether the engine may leave its device's memory to the trainer."""
-        return False
-
-    @classmethod
-    def from_server(cls, server: "ServerConfig", sampling: SamplingConfig) -> GenerationConfig:
-        """Return the section of an engine that `nemo-rl collect` starts for itself; raises ConfigError."""
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            if (value := getattr(server, name)) > 1:
-                raise ConfigError(f"server.{name}", value, f"the {server.backend} backend is one process; allowed: 1")
-        if server.vllm_kwargs:
-            raise ConfigError("server.vllm_kwargs", server.vllm_kwargs, "needs backend: vllm")
-        return super().from_server(server.model_copy(update={"trust_remote_code": False}), sampling)
-
-    def check_layout(self, layout: "Layout", *, collects_in_background: bool) -> None:
-        """Raise ConfigError for engines that the driver's process cannot hold beside the policy's workers."""
-        if not layout.needs_cluster:
-            return
-        if len(layout.engines) > 1:
-            raise ConfigError(
-                "policy.generation.num_replicas",
-                len(layout.engines),
-                f"the {self.backend} backend is one engine; allowed: 1, or backend: vllm",
-            )
-        if layout.device == "cuda" or layout.num_nodes > 1:
-            raise ConfigError(
-                "policy.generation.backend",
-                self.backend,
-                "runs in the driver's process: beside several ranks on one machine's CPU alone; allowed: vllm",
-            )
-
-
-class CustomEngineConfig(DriverEngineConfig):
-    """`policy.generation` with a user's engine, by dotted path."""
-
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the class or function
-
-    @property
-    def shares_process(self) -> bool:
-        """Return false: the engine may keep the weights that it is given, or hand them to a process of its own."""
-        return False
-
-
-def check_driver_engine(key: str, section: DriverEngineConfig, config: "TrainingRunConfig") -> None:
-    """Raise ConfigError for keys that only vLLM can honour."""
-    check_vllm(key, section, config)
-    if section.in_actor:
-        problem = f"the {section.backend} backend runs beside the trainer; allowed: false, or backend: vllm"
-        raise ConfigError(f"{key}.in_actor", True, problem)
-    if section.vllm_kwargs:
-        raise ConfigError(f"{key}.vllm_kwargs", section.vllm_kwargs, "needs backend: vllm")
-
-
-def check_hf(key: str, section: DriverEngineConfig, config: "TrainingRunConfig") -> None:
-    """Raise ConfigError for what needs an engine whose requests end one by one."""
-    check_driver_engine(key, section, config)
-    if (factor := config.rollout.oversample) > 1:
-        problem = "the hf engine samples all rollouts together, none ends early; allowed: 1, or backend: vllm"
-        raise ConfigError("rollout.oversample", factor, problem)
-
-
-async def make_hf(section: DriverEngineConfig, model: EngineModel, **placement: Any) -> Generation:
-    """Load the transformers model into this process."""
-    from nemo_rl.generation.hf import HFGeneration  # loads torch
-
-    return HFGeneration(**asdict(model))
-
-
-HF = Entry(DriverEngineConfig, make=make_hf, check=check_hf)
-
-
-def adapt_engine(key: str, path: str, target: Any) -> Entry[Any]:
-    """Return the entry of a user's class, or of a function, also an `async` one, that returns an engine.
-
-    It is called with the section's `kwargs` and those of `model_path`, `dtype`, `max_model_len`, `device` and
-    `trust_remote_code` that it declares. Raises ConfigError for what cannot be called.
-    """
-    if not callable(target):
-        raise ConfigError(key, path, "must be a class of an engine, a function that returns one, or an Entry")
-
-    async def make(section: CustomEngineConfig, model: EngineModel, **placement: Any) -> Generation:
-        return await _call_with_declared(target, section.kwargs, asdict(model))
-
-    return Entry(CustomEngineConfig, make=make, check=check_driver_engine)
-
-
-async def _call_with_declared(target: Callable[..., Any], kwargs: dict[str, Any], model: dict[str, Any]) -> Generation:
-    parameters = inspect.signature(target).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    declared = {name: value for name, value in model.items() if takes_all or name in parameters}
-    try:
-        inspect.signature(target).bind(**{**declared, **kwargs})
-    except TypeError as error:
-        raise ConfigError("policy.generation.kwargs", kwargs, f"{target.__name__}: {error}") from error
-    made: Generation | Awaitable[Generation] = target(**{**declared, **kwargs})
-    return await made if inspect.isawaitable(made) else made

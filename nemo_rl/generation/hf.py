@@ -18,8 +18,9 @@ from nemo_rl.distributed.float32 import can_keep_float32_residual, float32_produ
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
-from nemo_rl.interfaces import Generation, Weights
+from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan
+from nemo_rl.weight_manifests import Weights
 
 logger = logging.getLogger(__name__)
 MAX_SEED = 2**63 - 1
@@ -34,7 +35,7 @@ class Row:
     generator: torch.Generator
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights, one a token
+    versions: list[int] = field(default_factory=list)  # weight version per token
     stopped: bool = False
 
     @property
@@ -55,11 +56,11 @@ class Row:
 
 @dataclass(slots=True)
 class Batch:
-    """Requests that are sampled together, from their admission to their end."""
+    """Requests that are sampled together until all are done."""
 
     rows: list[Row]
-    next_logits: Iterator[torch.Tensor] | None = None  # holds the keys and values; None: not begun
-    pauses: int = 0  # of the engine, when they were computed
+    next_logits: Iterator[torch.Tensor] | None = None  # holds keys and values; None until sampling starts
+    pauses: int = 0  # pauses of the engine before keys and values were computed
 
     @property
     def is_done(self) -> bool:
@@ -69,8 +70,8 @@ class Batch:
 class HFGeneration(Generation):
     """Samples batches of at most `max_batch_size` requests, in their order, each request with its own generator.
 
-    The same batch gives the same bits; another batch the same log-probs to rounding. A request whose prompt leaves no
-    room in `max_model_len` (None: the model's maximum) is a FailedRequest. Work runs on one thread of its own. A pause
+    The same batch gives the same bits; another batch the same log-probs up to rounding. A request whose prompt leaves
+    no room in `max_model_len` (None: the model's maximum) is a FailedRequest. Work runs on a thread of its own. A pause
     takes effect at the next token. The engine never sleeps.
     """
 
@@ -93,7 +94,7 @@ class HFGeneration(Generation):
             if can_keep_float32_residual(self._model):
                 keep_float32_residual(self._model)
             else:
-                logger.warning("%s: residual sums are rounded to bfloat16", type(self._model).__name__)
+                logger.warning("%s: cannot keep the residual stream in float32", type(self._model).__name__)
         self._model_path = model_path
         self._device = device
         self._max_batch_size = max_batch_size
@@ -103,7 +104,7 @@ class HFGeneration(Generation):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf-generation")
         self._compute_lock = asyncio.Lock()  # held while a batch is computed, and while paused
         self._is_pausing = threading.Event()
-        self._num_pauses = 0  # those that forget keys and values
+        self._num_pauses = 0  # pauses that drop keys and values
 
     @property
     def is_async(self) -> bool:
@@ -124,7 +125,7 @@ class HFGeneration(Generation):
 
     async def _run_cancellable(self, batch: Batch) -> None:
         cancelled = threading.Event()
-        release_openmp_threads()  # of the event loop
+        release_openmp_threads()  # the event loop's
         running = asyncio.get_running_loop().run_in_executor(
             self._thread, compute_in_turn, self._sample, batch, cancelled
         )
@@ -150,7 +151,7 @@ class HFGeneration(Generation):
 
     @torch.inference_mode()
     def _sample(self, batch: Batch, cancelled: threading.Event) -> None:
-        """Sample until each row is done, or a pause; finished rows are still computed, so that shapes stay the same."""
+        """Sample until all rows are done or a pause; finished rows are still computed to keep shapes constant."""
         if batch.next_logits is None or batch.pauses != self._num_pauses:
             batch.next_logits, batch.pauses = self._forward(batch.rows), self._num_pauses
         while not (batch.is_done or cancelled.is_set() or self._is_pausing.is_set()):
@@ -211,7 +212,7 @@ class HFGeneration(Generation):
         self._is_pausing.set()
         try:
             await self._compute_lock.acquire()
-        finally:  # from here on the lock holds what runs; a cancelled pause must hold nothing
+        finally:  # the lock now stops sampling; a cancelled pause must not
             self._is_pausing.clear()
         self._num_pauses += not keep_cache
 
@@ -274,6 +275,6 @@ def filter_logits(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tenso
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p < 1:
         ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all that are better
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all better tokens
         logits = logits.index_fill(0, order[before >= sampling.top_p], -torch.inf)
     return logits

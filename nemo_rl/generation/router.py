@@ -1,5 +1,5 @@
-"""Several engines as one `interfaces.Generation`: sessions are sticky, a run survives the death of an engine, and
-replicas join and leave while it runs."""
+"""Several engine replicas as one `interfaces.Generation`: sessions are sticky, a run survives the death of a replica,
+and replicas join and leave while it runs."""
 
 import asyncio
 import itertools
@@ -12,17 +12,17 @@ from typing import Any
 
 from nemo_rl.distributed.load_balancer import MAX_SESSIONS, LoadBalancer
 from nemo_rl.errors import GenerationError, summarize_error
-from nemo_rl.interfaces import EnginePart, Generation, Weights, WeightStream
+from nemo_rl.interfaces import EnginePart, Generation
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
+from nemo_rl.weight_manifests import Weights, WeightStream
 
 logger = logging.getLogger(__name__)
 
-CONTROL_S = 600.0  # for an engine to pause, load weights, sleep or wake
+CONTROL_S = 600.0  # limit for an engine to pause, load weights, sleep or wake
 CLOSE_S = 60.0
 MAX_REPLICAS = 1024
-MAX_DEATHS = 3  # of replicas under one request; then the request is taken to be what kills them
-
-RETRY_S = (10.0, 60.0)  # before each further attempt to start a replica
+MAX_DEATHS = 3  # replica deaths per request; then the request is failed as the cause
+RETRY_S = (10.0, 60.0)  # waits before further attempts to start a replica
 
 Restart = Callable[[int], Awaitable[Generation]]  # starts the engine of a replica's index
 
@@ -34,22 +34,22 @@ class ReplicaState:
     wanted: int
     serving: tuple[str, ...]
     starting: tuple[str, ...]
-    waiting: tuple[str, ...]  # started: they serve from the next refit on
-    leaving: tuple[str, ...]  # without new requests; they end at a refit at which they have none
-    failed: tuple[str, ...] = ()  # could not be started; the next `resize` tries again
-    problem: str = ""  # the cause of the last start that failed
+    waiting: tuple[str, ...]  # started; they serve from the next refit on
+    leaving: tuple[str, ...]  # get no new requests and close at the first refit at which they are idle
+    failed: tuple[str, ...] = ()  # did not start; the next `resize` tries again
+    problem: str = ""  # cause of the last failed start
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One request on its way; `num_deaths` replicas died while they had it."""
+    """A request in flight; `num_deaths` replicas died while serving it."""
 
     original: GenerationRequest
     num_deaths: int = 0
 
     @property
     def request(self) -> GenerationRequest:
-        """Return the request to send: with the same seed, and a new id, since engines refuse one they know."""
+        """Return the request to send: the same seed, and a new id on a retry, since engines refuse a known one."""
         if not self.num_deaths:
             return self.original
         return replace(self.original, request_id=f"{self.original.request_id}#{self.num_deaths}")
@@ -57,7 +57,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class GenerateCall:
-    """One call of `generate`: its results as they come, and the tasks that bring them."""
+    """One call of `generate`: its results in order of completion, and the tasks that produce them."""
 
     results: "asyncio.Queue[Completion | FailedRequest | BaseException]" = field(default_factory=asyncio.Queue)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -67,9 +67,9 @@ class ReplicatedGeneration:
     """Engines with the same model. A session stays on the replica that was least busy when it began.
 
     A replica that raises GenerationError, or does not pause, resume or load weights in `control_s` seconds, is removed;
-    its unanswered requests go to the others, with the same seed. GenerationError is raised only when none is left. With
-    `restart`, which starts replica number `index`, a removed replica comes back at the next `update_weights`, so that
-    it never serves old weights, and `resize` changes their number. All calls are made from one event loop.
+    its unanswered requests go to the others, with the same seed. GenerationError is raised only if no replica is left.
+    With `restart`, which starts replica number `index`, a removed replica returns at the next `update_weights`, so that
+    it never serves old weights, and `resize` changes their number. Use it from one event loop.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ReplicatedGeneration:
         if not engines:
             raise ValueError("no engine")
         self._live_engines = dict(enumerate(engines))
-        self._wanted = set(self._live_engines)  # indices; those that live besides are leaving
+        self._wanted = set(self._live_engines)  # indices; other live replicas are leaving
         self._max_replicas = max_replicas
         self._closing: dict[int, asyncio.Task[None]] = {}
         self._load_balancer = LoadBalancer(self._live_engines, max_sessions=max_sessions)
@@ -94,7 +94,7 @@ class ReplicatedGeneration:
         self._restarted: dict[int, Generation] = {}  # waiting for weights
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._retry_s = tuple(retry_s)
-        self._failed: dict[int, str] = {}  # replicas that could not be started, and the cause
+        self._failed: dict[int, str] = {}  # cause per replica that did not start
         self._background: set[asyncio.Task[None]] = set()
         self._last_death: GenerationError | None = None
         self._closed = False
@@ -111,7 +111,7 @@ class ReplicatedGeneration:
 
     @property
     def state(self) -> ReplicaState:
-        """Return which replicas serve, start, wait and leave, and which could not be started."""
+        """Return which replicas serve, start, wait and leave, and which did not start."""
         groups = (
             self._load_balancer.members,
             self._starting.keys() & self._wanted,
@@ -123,10 +123,10 @@ class ReplicatedGeneration:
         return ReplicaState(len(self._wanted), *named, problem=next(reversed(self._failed.values()), ""))
 
     def resize(self, count: int) -> None:
-        """Have `count` replicas: new ones start in the background and serve from the next refit on, and surplus ones
-        get no more requests, answer those that they have, and end at the next refit.
+        """Change the number of replicas: new ones start in the background and serve from the next refit; surplus ones
+        get no new requests, answer those in flight, close at the next refit.
 
-        Raises ValueError for a number that is not possible; nothing is changed then.
+        Raises ValueError for an impossible number and then changes nothing.
         """
         if self._restart is None and count > len(self._live_engines):
             raise ValueError(f"{count} engine replicas: none can be started; at most {len(self._live_engines)}")
@@ -182,21 +182,21 @@ class ReplicatedGeneration:
             task.add_done_callback(partial(self._release_unanswered, index, waiting))
 
     def _release_unanswered(self, index: int, waiting: Mapping[str, Attempt], _: asyncio.Task[None]) -> None:
-        """Take requests off a replica that died, or whose task was cancelled, as that of a late request is."""
+        """Release requests of a replica that died, or whose task was cancelled because a request was late."""
         for attempt in waiting.values():
             self._load_balancer.release(index)
             self._load_balancer.forget(attempt.original.session_id)
 
     async def _serve(self, index: int, engine: Generation, waiting: dict[str, Attempt], call: GenerateCall) -> None:
-        """Send the attempts in `waiting`, by id, to `engine`, then replica `index`, and take those answered out of it;
-        those unanswered at its death are dispatched again."""
+        """Send the attempts in `waiting`, by id, to `engine`, which is replica `index`, and remove answered ones;
+        re-dispatch the rest if the replica dies."""
         attempts = list(waiting.values())
         try:
             async with aclosing(engine.generate([a.request for a in attempts])) as results:  # type: ignore[type-var]
                 async for result in results:
                     attempt = waiting.pop(result.request_id)
                     self._load_balancer.release(index)
-                    if isinstance(result, FailedRequest):  # a retry may do better on another replica
+                    if isinstance(result, FailedRequest):  # a retry may succeed on another replica
                         self._load_balancer.forget(attempt.original.session_id)
                     call.results.put_nowait(replace(result, request_id=attempt.original.request_id))
             if waiting:
@@ -204,7 +204,7 @@ class ReplicatedGeneration:
         except GenerationError as error:
             self._remove_replica(index, engine, error)
             self._retry(list(waiting.values()), error, call)
-        except Exception as error:  # a bug: whoever iterates must see it
+        except Exception as error:  # a bug: raised to the caller of `generate`  # noqa: BLE001
             call.results.put_nowait(error)
 
     def _retry(self, attempts: Sequence[Attempt], error: GenerationError, call: GenerateCall) -> None:
@@ -218,17 +218,17 @@ class ReplicatedGeneration:
         try:
             if again:
                 self._dispatch(again, call)
-        except GenerationError as none_left:
-            call.results.put_nowait(none_left)
+        except GenerationError as no_replica:
+            call.results.put_nowait(no_replica)
 
     def _remove_replica(self, index: int, engine: Generation, error: GenerationError) -> None:
-        """Remove a dead engine, once; its process is ended, and restarted where `restart` is given."""
+        """Remove a dead engine, once; close it, and start another in its place if `restart` is given."""
         if self._live_engines.get(index) is not engine or self._closed:
             return
         del self._live_engines[index]
         self._load_balancer.remove(index)
         self._last_death = error
-        if not self._load_balancer.members:  # rather one that was to leave than none
+        if not self._load_balancer.members:  # keep serving with replicas that were to leave
             for other in self._live_engines:
                 self._load_balancer.add(other)
         logger.warning(
@@ -254,16 +254,16 @@ class ReplicatedGeneration:
         task.add_done_callback(lambda _: self._starting.pop(index) if self._starting.get(index) is task else None)
 
     async def _start(self, index: int, instead_of: Generation | None) -> None:
-        assert self._restart is not None  # the callers looked
+        assert self._restart is not None  # checked by the callers
         if instead_of is not None:
             await close_with_deadline(instead_of, CLOSE_S)
-        if closing := self._closing.get(index):  # its devices are not free before
+        if closing := self._closing.get(index):  # it frees its devices when it has closed
             await asyncio.wait([closing])
         what = "start" if instead_of is None else "restart"
         for retry_s in (*self._retry_s, None):
             try:
                 self._restarted[index] = await self._restart(index)
-            except Exception as error:  # the others keep serving without it, whatever kept it from starting
+            except Exception as error:  # any cause: the others keep serving without it  # noqa: BLE001
                 cause = summarize_error(error)
             else:
                 logger.info("engine replica %d has started; it serves from the next refit on", index)
@@ -287,8 +287,8 @@ class ReplicatedGeneration:
         return GenerationError(f"no engine replica is left of {len(self._wanted)}; the last: {self._last_death}")
 
     async def pause(self, *, keep_cache: bool = False) -> None:
-        """Pause all replicas. Started ones join here, and load weights with the others before they serve; those that
-        leave and are idle end here, so that the members of a refit stay the same."""
+        """Pause all replicas. Started ones join here, to load weights with the others before they serve; idle ones that
+        leave close here, so that the members of a refit stay the same."""
         joined, self._restarted = self._restarted, {}
         self._live_engines.update(joined)
         kept = self._wanted.union(self._load_balancer.members)
@@ -323,7 +323,7 @@ class ReplicatedGeneration:
         await self._for_all_engines(lambda engine: engine.wake(*parts))
 
     async def _for_all_engines(self, control: Callable[[Generation], Awaitable[None]]) -> None:
-        """Await `control` on all live replicas, whatever one raises; then raise the first error that is no death."""
+        """Await `control` on all live replicas, then re-raise the first error other than a replica death."""
 
         async def on_one(index: int, engine: Generation) -> None:
             try:
@@ -344,7 +344,7 @@ class ReplicatedGeneration:
             raise self._no_replica_error()
 
     async def close(self) -> None:
-        """End all replicas; warn of those that do not end in time. May be called twice."""
+        """Close all replicas and warn about those that do not close in time. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -372,7 +372,7 @@ async def close_with_deadline(engine: Generation, deadline_s: float) -> None:
 
 
 async def start_engines(start: Restart, count: int) -> list[Generation]:
-    """Return all engines, started together; where one does not start, close the others and raise its error."""
+    """Start all engines together; if one does not start, close the others and raise its error."""
     outcomes = await asyncio.gather(*(start(index) for index in range(count)), return_exceptions=True)
     started = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
     failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]

@@ -1,6 +1,6 @@
 """A model served by OpenAI-compatible servers: `/v1/completions` with token ids, or `/v1/chat/completions`.
 
-Completions take and give token ids where the server can (vLLM): then a turn's tokens are exactly those that were
+Completions take and give token ids if the server can (vLLM): then a turn's tokens are exactly those that were
 sampled. Chat completions take messages; the server renders them, and only the text of an answer is known.
 """
 
@@ -13,14 +13,15 @@ from nemo_rl.data.messages import to_openai_message
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.requests import as_completed, structured_outputs
-from nemo_rl.interfaces import Generation, Weights
+from nemo_rl.interfaces import Generation
 from nemo_rl.types import UNKNOWN_TOKEN, Completion, FailedRequest, GenerationRequest
+from nemo_rl.weight_manifests import Weights
 
 Api: TypeAlias = Literal["completions", "chat"]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_SEED = 2**63 - 1  # servers keep seeds in an int64
-CHARACTERS_PER_TOKEN = 4  # for `tokens_per_minute`, where only the text of a prompt is known
+CHARACTERS_PER_TOKEN = 4  # estimate for `tokens_per_minute` if only the text of a prompt is known
 FINISH_REASONS = ("stop", "length")
 
 BuildBody: TypeAlias = Callable[[GenerationRequest], dict[str, Any]]
@@ -28,7 +29,7 @@ ParseResponse: TypeAlias = Callable[[GenerationRequest, Mapping[str, Any]], Comp
 
 
 class MalformedResponse(GenerationError):
-    """An answer of a server that lacks what was requested."""
+    """A server's answer without the requested content."""
 
 
 class ServedGeneration(Generation):

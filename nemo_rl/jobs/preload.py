@@ -1,4 +1,4 @@
-"""A process that has imported what a command needs, and starts it by fork: a restart costs no imports.
+"""A process that has imported the modules of a command and starts it by fork: a restart costs no imports.
 
 supervisor.py starts it as `python -m nemo_rl.jobs.preload FD` and sends lines of JSON to its standard input:
 `{"import": [modules]}`, `{"start": [arguments], "environment": {...}}`. It answers on the descriptor FD: `{"pid": 1}`
@@ -19,7 +19,7 @@ import threading
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # this process ignores them, a command must not
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # this process ignores them, a command must not
 
 
 class Preloader:
@@ -80,7 +80,7 @@ class Preloader:
         prepare()
 
     def _import_next(self) -> None:
-        with contextlib.suppress(BaseException):  # whatever it is, the command meets it itself
+        with contextlib.suppress(BaseException):  # the command meets the same error itself
             importlib.import_module(self._modules.pop(0))
 
     def _report_end(self, descriptor: int) -> None:
@@ -97,12 +97,13 @@ class Preloader:
 def prepare() -> None:
     """Make this process one that a command expects: a session of its own, default signals, fresh random numbers.
 
-    SIGTERM and SIGINT that came since the fork take effect here.
+    Signals that came since the fork take effect here.
     """
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -122,7 +123,7 @@ def run(arguments: list[str]) -> None:
 
 def main() -> None:
     """Serve; in a started command, run it."""
-    for number in STOP_SIGNALS:  # of the supervisor's terminal: it forwards what it receives
+    for number in STOP_SIGNALS:  # sent by the terminal; the supervisor forwards its own
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     answers = int(sys.argv[1])

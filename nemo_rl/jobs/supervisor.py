@@ -1,8 +1,9 @@
 """`nemo-rl run --restarts N -- grpo ...`: a training command that is started again when it dies or hangs.
 
-The supervisor owns one command at a time. Consumes: its end, its heartbeat (observability/heartbeat.py), SIGTERM and
-SIGINT. Produces: starts, `status.json`, one line of `events.jsonl` and of the log per event. Waits for: the command,
-with a deadline for each sign of life. A restart has the same arguments and resumes from the command's checkpoints.
+The supervisor owns one command at a time. Consumes: its end, its heartbeat (observability/heartbeat.py), SIGTERM,
+SIGINT and SIGHUP. Produces: starts, `status.json`, one line of `events.jsonl` and of the log per event. Waits for: the
+command, with a deadline for each sign of life. A restart has the same arguments and resumes from the command's
+checkpoints.
 """
 
 import argparse
@@ -22,28 +23,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.commands import Command, ExitCode
+from nemo_rl.command_line import Command, ExitCode, path_argument
+from nemo_rl.config.config_command import LOADERS
+from nemo_rl.durable_files import hold_directory
 from nemo_rl.environments.nemo_gym.supervisor import PR_SET_CHILD_SUBREAPER, descendants
 from nemo_rl.errors import ConfigError, NemoRLError
-from nemo_rl.observability import heartbeat
+from nemo_rl.jobs.preload import STOP_SIGNALS
+from nemo_rl.observability import heartbeat, user_code_record
 from nemo_rl.observability.console import configure_logging, make_run_directory
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-END_S = 30.0  # for killed processes to disappear
+END_S = 30.0  # deadline for killed processes to disappear
 MAX_BACKOFF_S = 60.0
-# What a restart needs soonest; whatever else the first start has loaded when its training begins comes after it.
+# Modules that a restart needs first; those that the first start has loaded when training begins follow.
 PRELOADED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("grpo", "distill"), ("nemo_rl.launch.training",)),
-    **dict.fromkeys(("sft", "dpo"), ("nemo_rl.launch.supervised",)),
+    **dict.fromkeys(("sft", "dpo"), ("nemo_rl.launch.supervised_training",)),
 }
 CHECKPOINT_DIR_KEY = "checkpointing.checkpoint_dir"
+DESCRIPTION = """Run a training command, and start it again from its checkpoint when it dies or hangs.
+
+nemo-rl run --restarts 10 -- grpo --config recipe.yaml checkpointing.save_period=1
+
+Exit codes 0, 2 and 130 of the command end the supervision with the same code; every other end is a reason to restart,
+until the restarts are used or a crash loop is recognised."""
+TIMEOUTS = {
+    "hang_timeout_s": "without a sign of life of the process, before it is killed",
+    "progress_timeout_s": "without a rollout, step or validation, before it is killed",
+    "stop_timeout_s": "for the command to save and end after SIGTERM, SIGINT or SIGHUP",
+    "backoff_s": "before a restart that follows no progress; doubles",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a command is given up, and when it is taken for hung."""
+    """Limits after which a command is given up or counts as hung."""
 
     restarts: int = 10
     crash_loop: int = 3  # deaths at the same step of the same cause
@@ -62,13 +78,13 @@ class Death:
 
     @property
     def site(self) -> tuple[int, str]:
-        """Return what repeats in a crash loop: step and cause, without numbers such as process ids."""
+        """Return step and cause without numbers such as process ids: they repeat in a crash loop."""
         return self.step, re.sub(r"\d+", "#", self.cause)
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Decides after each death: how long to wait before the restart, or why there is none."""
+    """Decides after each death: how long to wait before the restart, or why to end."""
 
     limits: Limits
     deaths: list[Death] = field(default_factory=list)
@@ -102,18 +118,18 @@ class Watch:
     """Signs of life of one start: when its heartbeat last changed, by this process's clock."""
 
     def __init__(self, limits: Limits, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.pid: int | None = None  # of the command: a heartbeat of any other process is left over
+        self.pid: int | None = None  # process of the command; heartbeats of others are stale
         self._limits, self._path, self._clock = limits, path, clock
         self._beat_at = self._progress_at = clock()
         self.state: Mapping[str, Any] = {}
 
     @property
     def step(self) -> int | None:
-        """Return the last trained step; None where training has not begun."""
+        """Return the last trained step; None if training has not begun."""
         return self.state.get("step") if self.state.get("phase") == "training" else None
 
     def problem(self) -> str | None:
-        """Read the heartbeat; return why the command counts as hung, None where it lives."""
+        """Read the heartbeat; return why the command counts as hung, None if it is alive."""
         state, now = heartbeat.read(self._path), self._clock()
         if state.get("pid") != self.pid:
             state = {}
@@ -165,7 +181,7 @@ class Launcher:
         self._send({"import": list(modules)})
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the exit status of the command; None where it still runs after `timeout_s`."""
+        """Return the exit status of the command; None if it still runs after `timeout_s`."""
         answer = self._receive(timeout_s)
         return None if answer is None or answer["pid"] != self._command else answer["status"]
 
@@ -221,7 +237,8 @@ class Supervisor:
     def run(self) -> ExitCode:
         """Start the command until it is done."""
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the command become children of this
-        previous = {number: signal.signal(number, self._forward) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._forward) for number in numbers}
         try:
             while True:
                 code = self._run_once()
@@ -245,10 +262,17 @@ class Supervisor:
         self._pid = None
         self._status["step"] = max(self._status["step"], watch.step or 0)
         num_left = self._end_processes()
-        if problem is None and status in (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.INTERRUPTED):
-            return self._end(ExitCode(status), str(watch.state.get("error", ExitCode(status).meaning)), num_left)
-        error = watch.state.get("error")  # the command's own, also where it hangs after it
+        seen = user_code_record.read(Path(watch.state.get("checkpoint_dir", "")) / user_code_record.FILE)
+        is_end = status in (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.INTERRUPTED)
+        if problem is None and is_end and not seen.in_flight:
+            reason = str(watch.state.get("error", ExitCode(status).meaning))
+            if status == ExitCode.INTERRUPTED and self._signalled_at is None and seen.last:
+                reason += f"; no signal came through the supervisor; user code that was called last: {seen.last}"
+            return self._end(ExitCode(status), reason, num_left)
+        error = watch.state.get("error")  # reported by the command, which may hang after it
         cause = str(error or problem or _describe_status(status))
+        if seen.in_flight and not error:
+            cause += f"; user code in flight: {seen.in_flight} (`isolated: true` in its entry of env keeps it apart)"
         death = Death(self._status["step"] if watch.step is None else watch.step, cause)
         self._note("died", logging.ERROR, step=death.step, cause=death.cause, processes_ended=num_left)
         if self._signalled_at is not None:
@@ -271,7 +295,7 @@ class Supervisor:
         return None
 
     def _resume_from(self, checkpoint_dir: str) -> None:
-        """Name the directory of the first start, where the command leaves it to the run directory."""
+        """Append the checkpoint directory of the first start, unless the command names one."""
         if not any(word.lstrip("+").startswith(f"{CHECKPOINT_DIR_KEY}=") for word in self._command):
             self._command.append(f"{CHECKPOINT_DIR_KEY}={checkpoint_dir}")
 
@@ -305,7 +329,7 @@ class Supervisor:
         return f"not ended {limit_s:g} s after a signal (--stop-timeout-s)" if is_late else None
 
     def _end_processes(self) -> int:
-        """Kill whatever the command has left running, itself included; return how many processes that were."""
+        """Kill the command and all its descendants; return their number."""
         ended: set[int] = set()
         deadline = time.monotonic() + END_S
         while left := set(descendants(os.getpid())) - {self._launcher.pid}:
@@ -323,7 +347,7 @@ class Supervisor:
 
     def _reap(self, pids: set[int]) -> None:
         for pid in pids:
-            with contextlib.suppress(ChildProcessError):  # the preloading process's, or gone
+            with contextlib.suppress(ChildProcessError):  # a child of the preloading process, or gone
                 os.waitpid(pid, os.WNOHANG)
 
     def _forward(self, number: int, frame: object) -> None:
@@ -360,29 +384,17 @@ def _describe_status(status: int | None) -> str:
     return f"exit code {status}"
 
 
-DESCRIPTION = """Run a training command, and start it again from its checkpoint when it dies or hangs.
-
-nemo-rl run --restarts 10 -- grpo --config recipe.yaml checkpointing.save_period=1
-
-Exit codes 0, 2 and 130 of the command end the supervision with the same code; every other end is a reason to restart,
-until the restarts are used or a crash loop is recognised."""
-DEFAULTS = Limits()
-TIMEOUTS = {
-    "hang_timeout_s": "without a sign of life of the process, before it is killed",
-    "progress_timeout_s": "without a rollout, step or validation, before it is killed",
-    "stop_timeout_s": "for the command to save and end after SIGTERM or SIGINT",
-    "backoff_s": "before a restart that follows no progress; doubles",
-}
-
-
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--restarts", type=int, default=DEFAULTS.restarts, help="at most; default %(default)s")
+    defaults = Limits()
+    parser.add_argument("--restarts", type=int, default=defaults.restarts, help="at most; default %(default)s")
     crash_help = "deaths in a row at the same step of the same cause that end the run; default %(default)s"
-    parser.add_argument("--crash-loop", type=int, default=DEFAULTS.crash_loop, help=crash_help)
+    parser.add_argument("--crash-loop", type=int, default=defaults.crash_loop, help=crash_help)
     for name, what in TIMEOUTS.items():
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=float, default=getattr(DEFAULTS, name), help=f"seconds {what}")
-    parser.add_argument("--directory", type=Path, help="of status.json and events.jsonl; default: the next runs/exp_N")
+        parser.add_argument(option, type=float, default=getattr(defaults, name), help=f"seconds {what}")
+    parser.add_argument(
+        "--directory", type=path_argument, help="of status.json and events.jsonl; default: the next runs/exp_N"
+    )
     parser.epilog = "after --: the command, as `grpo ...`, or a script.py with its arguments"
 
 
@@ -396,11 +408,21 @@ def _run(parsed: argparse.Namespace) -> ExitCode:
             raise ConfigError(f"--{name.replace('_', '-')}", value, problem)
     if not parsed.command:
         raise ConfigError("COMMAND", None, "missing: nemo-rl run --restarts 10 -- grpo --config recipe.yaml")
+    _check_command(parsed.command[0])
     directory = parsed.directory or make_run_directory("runs")
-    directory.mkdir(parents=True, exist_ok=True)
-    logger.info("supervised; status and events are in %s", directory)
     limits = Limits(**{name: getattr(parsed, name) for name in names})
-    return Supervisor(parsed.command, limits, directory.absolute()).run()
+    with hold_directory(directory, key="--directory"):
+        logger.info("supervised; status and events are in %s", directory)
+        return Supervisor(parsed.command, limits, directory.absolute()).run()
+
+
+def _check_command(name: str) -> None:
+    """Raise ConfigError for a command that could never start."""
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise ConfigError("COMMAND", name, f"no such file (from {Path.cwd()})")
+    elif name not in LOADERS:
+        raise ConfigError("COMMAND", name, "must be a script.py or one of these commands", known=LOADERS)
 
 
 RUN = Command(DESCRIPTION, _add_arguments, _run, program="nemo-rl run", takes_command=True)

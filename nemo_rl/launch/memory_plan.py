@@ -1,180 +1,42 @@
-"""The memory plan of a run: expected peaks of each device and host by part, and cures for what does not fit.
+"""The memory plan of a run: expected peaks per device and host by part, and the nearest cure if one is too large.
 
-memory_report.py makes it of a configuration and prints it. Loads no torch.
-
-FSDP2 keeps 4 bytes a parameter of weights, 4 of gradients and 8 of Adam's state, sharded (ZeRO-3, arXiv 1910.02054),
-gathers a layer and its successor in the precision of the computation, and reduces gradients in float32. Activations
-follow arXiv 2205.05198, section 4.1, for RMSNorm, SwiGLU and flash attention (arXiv 2307.08691). vLLM takes
-`gpu_memory_utilization` of the device (vllm/v1/worker/utils.py, request_memory). tests/unit/launch/test_memory_plan.py
-compares the formulas with what the real modules allocate (policy/memory_trace.py). GB are 1e9 bytes.
+policy/memory.py has the formulas for policy and teachers. vLLM takes `gpu_memory_utilization` of a device
+(vllm/v1/worker/utils.py, request_memory). `--dry-run` prints the plan, a start logs what does not fit, and
+`policy.offload: auto` follows from it. Loads no torch unless a GPU is looked for. GB are 1e9 bytes.
 """
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from nemo_rl.launch.model_files import ModelShape
+from nemo_rl.config.collect import SampledRunConfig
+from nemo_rl.config.environment import ModelScorerConfig
+from nemo_rl.config.kinds import Section
+from nemo_rl.config.layout import Layout
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_size
+from nemo_rl.config.supervised_runs import RewardModelRunConfig, SupervisedRunConfig
+from nemo_rl.distributed.devices import device_memory
+from nemo_rl.launch.model_files import find_shape
+from nemo_rl.policy.fsdp2.backend import KEPT_SHARE
+from nemo_rl.policy.memory import ADAM_BYTES, OPTIMIZER_BYTES, ModelShape, RankMemory, UnknownShapeError
+
+logger = logging.getLogger(__name__)
 
 GB = 10**9
-CONTEXT_BYTES = 1 * GB  # assumed: of a process on a device: CUDA's context, the libraries' workspaces, NCCL's buffers
-SLEEPING_BYTES = 1 * GB  # assumed: what an engine keeps while it sleeps, above all CUDA graphs
-PROCESS_BYTES = 4 * GB  # assumed: host memory of a process with torch and its libraries
-FRAGMENTATION = 1.05  # assumed: what torch's allocator reserves for each byte in use, with expandable segments
-BUCKET_BYTES = 2 * GB  # of a refit, both sides and what is gathered: distributed/tensor_transfer.py has 0.5 GiB each
-HEAD_BYTES = 6  # of a logit: in bfloat16 and in float32, which its gradient overwrites
-BLOCK_BYTES = 2**28  # of the log-probs' intermediate results: policy/logprobs.py, ACCELERATOR_BLOCK
-OPTIMIZER_BYTES = {"SGD": 4, "Adagrad": 4, "RMSprop": 4}  # of state for each trained parameter; others as Adam
-ADAM_BYTES = 8
+DEFAULT_CAPACITY = 80 * GB
+CONTEXT_BYTES = 1 * GB  # assumed, per process on a device: CUDA's context, workspaces of libraries, NCCL's buffers
+SLEEPING_BYTES = 1 * GB  # assumed, what an engine keeps while it sleeps: its context and CUDA graphs
+PROCESS_BYTES = 4 * GB  # assumed, host memory of a process with torch and its libraries
+FRAGMENTATION = 1.05  # assumed, what torch's allocator reserves per byte in use, with expandable segments
+BUCKET_BYTES = 2 * GB  # both sides of a refit and what is gathered: distributed/tensor_transfer.py has 0.5 GiB each
+CPU_CACHE_BYTES = 2**29  # vLLM's KV cache on a CPU: KV_CACHE_BYTES in generation/vllm/cpu/settings.py
 MAX_GPUS = 1024  # that a cure proposes
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankModel:
-    """A model on ranks that share it: everything that its memory on one of them depends on."""
-
-    shape: ModelShape
-    compute_bytes: int = 2  # of a number in forward and backward
-    data: int = 1  # ranks that share the samples and, with FSDP2, the weights
-    tensor: int = 1
-    stages: int = 1
-    train_tokens: int = 0  # of one micro-batch
-    score_tokens: int = 0  # of one pass without gradients
-    longest: int = 1  # tokens of a sample, which no micro-batch can be smaller than
-    chunk: int | None = 1024  # positions whose logits exist at once
-    recomputes: bool = False  # activation_checkpointing
-    is_offloaded: bool = False  # cpu_offload
-    is_frozen: bool = False  # a teacher, in its precision
-    is_replicated: bool = False  # Megatron: each data-parallel rank holds whole weights and gradients
-    is_kept_whole: bool = False  # keep_unsharded: whole weights and gradients for all micro-batches of a step
-    adapter_dim: int | None = None
-    optimizer_bytes: int = ADAM_BYTES
-    has_reference: bool = False
-
-    @property
-    def own_parameters(self) -> int:
-        """Return the parameters that one rank computes with."""
-        return self.shape.parameters // (self.tensor * self.stages)
-
-    @property
-    def trained_parameters(self) -> int:
-        if self.is_frozen:
-            return 0
-        shape, dim = self.shape, self.adapter_dim
-        return (shape.parameters if dim is None else shape.adapter_parameters(dim)) // (self.tensor * self.stages)
-
-    @property
-    def _shards(self) -> int:
-        return 1 if self.is_replicated else self.data
-
-    @property
-    def weights(self) -> int:
-        """Return this rank's weights; Megatron divides its float32 copy over the ranks."""
-        own = self.own_parameters
-        if self.is_replicated:
-            return self.compute_bytes * own + (4 * own // self.data if self.compute_bytes == 2 else 0)
-        if self.is_frozen or self.adapter_dim is not None:  # what is frozen is in the precision
-            return (self.compute_bytes * own + 4 * self.trained_parameters) // self.data
-        return 4 * own // self.data
-
-    @property
-    def gradients(self) -> int:
-        return 4 * self.trained_parameters // self._shards
-
-    @property
-    def optimizer(self) -> int:
-        return self.optimizer_bytes * self.trained_parameters // self.data
-
-    @property
-    def reference(self) -> int:
-        """Return the frozen copy of the initial weights; adapters need none."""
-        if not self.has_reference or self.adapter_dim is not None:
-            return 0
-        return self.compute_bytes * self.own_parameters // self._shards
-
-    @property
-    def layer_activations(self) -> int:
-        """Return the bytes that a layer keeps of one token for its backward pass, at 2 bytes a number.
-
-        Two norms keep a float32 copy of their input, the normalized values and their output; attention keeps queries,
-        keys, values, its output and a log-sum-exp a head; the MLP four vectors of its width.
-        Example: Qwen2.5-1.5B: 2 x 8 x 1536 + 2 x (2 x 1536 + 2 x 256) + 4 x 12 + 8 x 8960 = 103,472.
-        """
-        shape, size = self.shape, self.compute_bytes
-        norms = 2 * (4 + 2 * size) * shape.hidden_size
-        attention = size * (2 * shape.query_width + 2 * shape.key_value_width) + 4 * shape.num_attention_heads
-        return norms + (attention + 4 * size * shape.intermediate_size) // self.tensor
-
-    @property
-    def activations(self) -> int:
-        """Return what a micro-batch keeps between forward and backward."""
-        layers, tokens = self._own_layers, self.train_tokens
-        if not self.recomputes:
-            return layers * tokens * self.layer_activations
-        return layers * tokens * self.compute_bytes * self.shape.hidden_size + tokens * self.layer_activations
-
-    @property
-    def training_gathered(self) -> int:
-        """Return whole weights and gradients of a backward pass at its worst moment, and the logits of a chunk.
-
-        At the output layer: the root's weights, the gradient of its matrix and its sum, and two layers on their way; in
-        the layers: two of them gathered, a gradient, and its float32 copy for the reduction; at the end the root's.
-        """
-        size, layer = self.compute_bytes, self.shape.layer_parameters // self.tensor
-        root, head = self._root, self.shape.head_parameters // self.tensor
-        logits = self._logits_bytes(HEAD_BYTES)
-        at_head = size * root + max(logits + size * head, self._logits_bytes(size) + 2 * size * head) + 3 * size * layer
-        in_layers = size * (root + head) + (3 * size + 4) * layer
-        if self.adapter_dim is not None:
-            return size * root + logits + 3 * size * layer
-        if self.is_kept_whole:
-            return (size + 4) * self.own_parameters + logits + 2 * size * head + (2 * size + 4) * layer + BLOCK_BYTES
-        at_end = (2 * size + 4) * root + 4 * layer
-        return max(at_head, in_layers, at_end) + BLOCK_BYTES
-
-    @property
-    def scoring_temporary(self) -> int:
-        """Return gathered weights, logits and activations of a pass without gradients."""
-        size, layer = self.compute_bytes, self.shape.layer_parameters // self.tensor
-        widths = 4 * self.shape.hidden_size * 2 + 3 * size * self.shape.intermediate_size // self.tensor
-        logits = self._logits_bytes(HEAD_BYTES) + 2 * BLOCK_BYTES
-        gathered = 0 if self.is_frozen and self.data == 1 else size * self._root + 2 * size * layer
-        copies = size * self._root + 2 * size * layer if self.data > 1 else 0  # buffers of the first all-gathers
-        return gathered + max(copies, logits) + self.score_tokens * widths
-
-    @property
-    def _own_layers(self) -> int:
-        return math.ceil(self.shape.num_hidden_layers / self.stages)
-
-    @property
-    def _root(self) -> int:
-        return self.shape.root_parameters // self.tensor
-
-    def _logits_bytes(self, size: int) -> int:
-        tokens = max(self.train_tokens, self.score_tokens)
-        return size * min(self.chunk or tokens, tokens) * self.shape.vocab_size // self.tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineModel:
-    """An engine of one or several GPUs."""
-
-    shape: ModelShape
-    utilization: float  # of each device
-    gpus: int = 1
-    weight_bytes: int = 2
-    max_model_len: int = 512
-    sleeps: bool = True
-    has_own_process: bool = True  # False: it is in the driver's (hf, and vLLM's in_process on a CPU)
-
-    @property
-    def weights(self) -> int:
-        return self.weight_bytes * self.shape.parameters // self.gpus
-
-    @property
-    def smallest(self) -> int:
-        """Return the least that it starts with: weights, and keys and values of one longest sequence."""
-        return self.weights + self.shape.cache_bytes(self.max_model_len, self.weight_bytes) // self.gpus + CONTEXT_BYTES
+AnyTrainingConfig = TrainingRunConfig | SupervisedRunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,123 +56,102 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """An engine of one or several GPUs."""
+
+    shape: ModelShape
+    utilization: float  # share of each device
+    gpus: int = 1
+    weight_bytes: int = 2
+    max_model_len: int = 512
+    can_sleep: bool = True
+    has_own_process: bool = True  # False: it is in the driver's (hf, and vLLM's in_process on a CPU)
+
+    @property
+    def weights(self) -> int:
+        return self.weight_bytes * self.shape.parameters // self.gpus
+
+    @property
+    def smallest(self) -> int:
+        """Return the least that it starts with: weights, and keys and values of one longest sequence."""
+        return self.weights + self.shape.cache_bytes(self.max_model_len, self.weight_bytes) // self.gpus + CONTEXT_BYTES
+
+    def awake(self, capacity: int) -> dict[str, int]:
+        """Return its parts on devices of `capacity` bytes."""
+        budget = max(int(self.utilization * capacity), self.smallest)
+        return {"engine weights": self.weights, "KV cache and engine activations": budget - self.weights}
+
+    def problem(self, capacity: int) -> str | None:
+        """Return why its share of a device is too small; None if it is not."""
+        if self.utilization * capacity >= self.smallest or self.utilization == 0:
+            return None
+        share = f"{self.utilization:g} of {capacity / GB:.0f} GB"
+        return f"the engine needs {self.smallest / GB:.1f} GB for weights and one sequence, and has {share}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunMemory:
     """The models of a run, and how they share devices of `capacity` bytes."""
 
     capacity: int
-    policy: RankModel
-    engine: EngineModel | None = None  # None: supervised training
-    teachers: Mapping[str, RankModel] = field(default_factory=dict)
+    policy: RankMemory
+    engine: EngineMemory | None = None  # None: supervised training
+    teachers: Mapping[str, RankMemory] = field(default_factory=dict)
     shares_device: bool = False  # policy and engine
-    shared_teachers: frozenset[str] = frozenset()  # that take turns with the policy
+    offload: Literal["auto", "always", "never"] = "auto"  # policy.offload
+    shared_teachers: frozenset[str] = frozenset()  # those that take turns with the policy
     ranks_per_node: int = 1
     engines_per_node: int = 1
     saves: bool = True  # checkpoints
-
-    def devices(self) -> dict[str, list[Moment]]:
-        """Return the moments of each kind of device."""
-        if self.shares_device:
-            return {"policy and engine": self._shared_moments(), **self._own_teachers()}
-        found = {"policy": self._policy_moments()}
-        if self.engine is not None:
-            found["engine"] = [Moment("generation", self._awake)]
-        return found | self._own_teachers()
-
-    def host(self) -> Moment:
-        """Return the memory of a node's processes at their largest."""
-        policy, ranks = self.policy, self.ranks_per_node
-        moved = policy.weights + policy.optimizer + policy.reference
-        is_away = (self.shares_device and self._engine_sleeps) or policy.is_offloaded or bool(self.shared_teachers)
-        engines = self.engines_per_node if self.engine and self.engine.has_own_process else 0
-        parts = {
-            "processes": PROCESS_BYTES * (1 + ranks + engines),
-            "offloaded policy": ranks * moved * is_away,
-            "offloaded teachers": ranks * sum(self.teachers[key].weights for key in self.shared_teachers),
-        }
-        if self.saves:
-            saved = policy.adapter_dim is None
-            parts["checkpoint"] = 4 * policy.shape.parameters * saved + ranks * policy.optimizer
-        return Moment("host", parts)
+    saves_whole_model: bool = True  # False: adapters alone
+    backend_key: str = "policy.dtensor_cfg"
+    micro_batch_keys: tuple[str, ...] = ("policy.sequence_packing.train_mb_tokens",)  # in training and scoring
+    tokens_per_unit: int = 1  # of these keys
 
     @property
-    def _engine_sleeps(self) -> bool:
-        return self.engine is not None and self.engine.sleeps
+    def takes_turns(self) -> bool:
+        """Return whether policy and engine leave a device that they share to each other (`policy.offload`).
 
-    @property
-    def _awake(self) -> dict[str, int]:
-        assert self.engine is not None
-        budget = int(self.engine.utilization * self.capacity)
-        weights = self.engine.weights
-        return {
-            "engine weights": weights,
-            "KV cache and engine activations": max(budget, self.engine.smallest) - weights,
-        }
-
-    def _resident(self) -> dict[str, int]:
-        policy = self.policy
-        if policy.is_offloaded:
-            return {"reference": 0}
-        return {"weights": policy.weights, "optimizer": policy.optimizer, "reference": policy.reference}
-
-    def _training(self) -> dict[str, int]:
-        policy = self.policy
-        working = policy.activations + policy.training_gathered
-        return {
-            **self._resident(),
-            "gradients": policy.gradients * (not policy.is_offloaded),
-            "activations": policy.activations,
-            "gathered weights and logits": policy.training_gathered,
-            "allocator": int((FRAGMENTATION - 1) * (working + policy.weights + policy.gradients + policy.optimizer)),
-        }
-
-    def _scoring(self) -> dict[str, int]:
-        return {**self._resident(), "scoring": int(FRAGMENTATION * self.policy.scoring_temporary)}
-
-    def _policy_moments(self) -> list[Moment]:
-        context = {"context": CONTEXT_BYTES}
-        teachers = [
-            Moment(f"scoring of {key}", {**context, key: self.teachers[key].weights,
-                                         "scoring": self.teachers[key].scoring_temporary})
-            for key in sorted(self.shared_teachers)
-        ]  # fmt: skip
-        return [
-            *teachers,
-            Moment("log-probs", self._scoring() | context),
-            Moment("training", self._training() | context),
-        ]
-
-    def _shared_moments(self) -> list[Moment]:
-        """Return the moments of a device that policy and engine share, in turns where the engine sleeps."""
-        assert self.engine is not None
-        policy, engine = self.policy, self.engine
-        contexts = {"contexts": 2 * CONTEXT_BYTES}
-        asleep = {"sleeping engine": SLEEPING_BYTES} if engine.sleeps else self._awake
-        started = {"weights": policy.weights * (not policy.is_offloaded), "reference": policy.reference}
-        # The first refit comes while the engine is awake as a whole; the reference is away by then.
-        first = {"reference or transport": max(policy.reference, self.transport)}
-        moments = [Moment("start", {**self._awake, "weights": started["weights"], **first, **contexts})]
-        if engine.sleeps:
-            refit = {"weights": started["weights"], "engine weights": engine.weights, "transport": self.transport}
-            moments += [
-                Moment("generation", self._awake | {"context": CONTEXT_BYTES}),
-                Moment("refit", refit | {"sleeping engine": SLEEPING_BYTES} | contexts),
-            ]
-        own = [Moment(each.name, {**asleep, **each.parts}) for each in self._policy_moments()]
-        return moments + own
+        auto: unless everything fits with both on the device all the time.
+        """
+        if self.engine is None or not (self.shares_device and self.engine.can_sleep) or self.offload == "never":
+            return False
+        return self.offload == "always" or any(m.total > self.capacity for m in self._moments_awake(self.engine))
 
     @property
     def transport(self) -> int:
         """Return what a refit holds besides both weights: buckets, or the largest tensor on both sides."""
-        policy = self.policy
-        return max(BUCKET_BYTES, 2 * policy.compute_bytes * policy.shape.head_parameters)
+        return max(BUCKET_BYTES, 2 * self.policy.compute_bytes * self.policy.shape.head_parameters)
 
-    def _own_teachers(self) -> dict[str, list[Moment]]:
+    def devices(self) -> dict[str, list[Moment]]:
+        """Return the moments of each kind of device."""
         context = {"context": CONTEXT_BYTES}
-        return {
-            key: [Moment("scoring", {**context, "weights": model.weights, "scoring": model.scoring_temporary})]
-            for key, model in self.teachers.items()
-            if key not in self.shared_teachers
+        if self.engine is None or not self.shares_device:
+            found = {"policy": self._policy_moments(context)}
+        else:
+            moments = self._moments_in_turns if self.takes_turns else self._moments_awake
+            found = {"policy and engine": moments(self.engine)}
+        if self.engine is not None and not self.shares_device:
+            found["engine"] = [Moment("generation", {**self.engine.awake(self.capacity), **context})]
+        for key, model in self.teachers.items():
+            if key not in self.shared_teachers:
+                found[key] = [Moment("scoring", {"weights": model.weights, "scoring": model.scoring, **context})]
+        return found
+
+    def host(self) -> Moment:
+        """Return the memory of a node's processes at their largest."""
+        policy, engine, ranks = self.policy, self.engine, self.ranks_per_node
+        is_away = self.takes_turns or policy.is_offloaded or bool(self.shared_teachers)
+        engines = self.engines_per_node if engine is not None and engine.has_own_process else 0
+        parts = {
+            "processes": PROCESS_BYTES * (1 + ranks + engines),
+            "offloaded policy": ranks * (policy.weights + policy.optimizer + policy.reference) * is_away,
+            "offloaded teachers": ranks * sum(self.teachers[key].weights for key in self.shared_teachers),
         }
+        if self.saves:
+            saved = 4 * policy.shape.parameters * self.saves_whole_model
+            parts["checkpoint"] = saved + ranks * policy.optimizer
+        return Moment("host", parts)
 
     def problems(self) -> list[str]:
         """Return what does not fit on a device."""
@@ -320,76 +161,373 @@ class RunMemory:
             for moment in moments
             if moment.total > self.capacity
         ]
-        engine = self.engine
-        if engine is not None and 0 < engine.utilization * self.capacity < engine.smallest:
-            found.append(
-                f"the engine needs {engine.smallest / GB:.1f} GB for weights and one sequence, and has "
-                f"{engine.utilization:g} of {self.capacity / GB:.0f} GB"
-            )
-        return found
+        problem = None if self.engine is None else self.engine.problem(self.capacity)
+        return found if problem is None else [*found, problem]
+
+    @property
+    def _resident(self) -> dict[str, int]:
+        """Return the parts of the policy that stay on the device from step to step."""
+        policy = self.policy
+        if policy.is_offloaded:
+            return {}
+        return {"weights": policy.weights, "optimizer": policy.optimizer, "reference": policy.reference}
+
+    def _policy_moments(self, beside: Mapping[str, int]) -> list[Moment]:
+        """Return the moments of scoring and training with the parts `beside` on the device too."""
+        policy = self.policy
+        in_use = policy.activations + policy.gathered + policy.weights + policy.gradients + policy.optimizer
+        training = {
+            "gradients": policy.gradients * (not policy.is_offloaded),
+            "activations": policy.activations,
+            "gathered weights and logits": policy.gathered,
+            "allocator": int((FRAGMENTATION - 1) * in_use),
+        }
+        teachers = {key: self.teachers[key] for key in sorted(self.shared_teachers)}
+        return [
+            *(
+                Moment(f"scoring of {key}", {**beside, key: model.weights, "scoring": model.scoring})
+                for key, model in teachers.items()
+            ),
+            Moment("log-probs", {**beside, **self._resident, "scoring": int(FRAGMENTATION * policy.scoring)}),
+            Moment("training", {**beside, **self._resident, **training}),
+        ]
+
+    def _moments_awake(self, engine: EngineMemory) -> list[Moment]:
+        """Return the moments of a device that holds the whole engine beside the policy; a refit empties the cache."""
+        beside = {**engine.awake(self.capacity), "contexts": 2 * CONTEXT_BYTES}
+        return [
+            Moment("refit", {**beside, **self._resident, "transport": self.transport}),
+            *self._policy_moments(beside),
+        ]
+
+    def _moments_in_turns(self, engine: EngineMemory) -> list[Moment]:
+        """Return the moments of a device on which the engine sleeps while the policy trains, which leaves it then."""
+        policy, awake = self.policy, {**engine.awake(self.capacity), "contexts": 2 * CONTEXT_BYTES}
+        weights = {"weights": policy.weights * (not policy.is_offloaded)}
+        asleep = {"sleeping engine": SLEEPING_BYTES, "context": CONTEXT_BYTES}
+        # The first refit comes while the whole engine is awake; the reference is away by then.
+        first = {"reference or transport": max(policy.reference, self.transport)}
+        refit = {**weights, "engine weights": engine.weights, "transport": self.transport}
+        return [
+            Moment("start", {**awake, **weights, **first}),
+            Moment("generation", awake),
+            Moment("refit", {**refit, **asleep}),
+            *self._policy_moments(asleep),
+        ]
 
 
-Change = Callable[[RunMemory], RunMemory]
+@dataclass(frozen=True, slots=True)
+class Cure:
+    """A change of the configuration that lowers a peak."""
+
+    text: str  # overrides, if there are keys for it
+    model: Literal["policy", "engine"]
+    values: Mapping[str, Any]  # fields of that model
+
+    def apply(self, memory: RunMemory) -> RunMemory:
+        return replace(memory, **{self.model: replace(getattr(memory, self.model), **self.values)})
 
 
 def find_cure(memory: RunMemory) -> str:
     """Return the nearest change with which everything fits: a single one if there is one, else several together."""
+
+    def fits(cures: Sequence[Cure]) -> bool:
+        changed = memory
+        for cure in cures:
+            changed = cure.apply(changed)
+        return not changed.problems()
+
     kinds = [kind for kind in _cures(memory) if kind]
-    for text, change in (one for kind in kinds for one in kind):
-        if not change(memory).problems():
-            return text
-    chosen: list[tuple[str, Change]] = []
+    chosen = [cure for kind in kinds for cure in kind if fits([cure])][:1]
     for kind in kinds:
-        last = next((one for one in kind if not _changed(memory, [*chosen, one]).problems()), kind[-1])
-        chosen.append(last)
-        if not _changed(memory, chosen).problems():
-            break
-    else:
+        if not fits(chosen):
+            chosen.append(next((cure for cure in kind if fits([*chosen, cure])), kind[-1]))
+    if not fits(chosen):
         return "no change of this configuration is enough"
-    for one in list(chosen):
-        others = [other for other in chosen if other is not one]
-        if not _changed(memory, others).problems():
-            chosen = others
-    return " and ".join(text for text, _ in chosen)
+    for cure in list(chosen):
+        others = [other for other in chosen if other is not cure]
+        chosen = others if fits(others) else chosen
+    return " ".join(cure.text for cure in chosen)
 
 
-def _changed(memory: RunMemory, changes: Sequence[tuple[str, Change]]) -> RunMemory:
-    for _, change in changes:
-        memory = change(memory)
-    return memory
-
-
-def _cures(memory: RunMemory) -> Iterator[list[tuple[str, Change]]]:
-    """Yield the changes of each kind, the smallest first: from those that cost little speed to those that need GPUs."""
-    policy, engine = memory.policy, memory.engine
+def _cures(memory: RunMemory) -> list[list[Cure]]:
+    """Return the changes of each kind, the smallest first; kinds that cost speed precede those that cost GPUs."""
+    policy, engine, vllm = memory.policy, memory.engine, "++policy.generation.vllm_cfg"
+    shares: list[Cure] = []
+    engines: list[Cure] = []
     if engine is not None:
-        shares = [n / 100 for n in range(95, 0, -5) if engine.smallest <= n / 100 * memory.capacity]
-        key = "policy.generation.vllm_cfg.gpu_memory_utilization"
-        yield [(f"{key}: {share:g}", _with_utilization(share)) for share in shares if share < engine.utilization]
-    sizes = [policy.train_tokens // 2**n for n in range(1, 20)]
-    yield [
-        (f"micro-batches of {n} tokens", _with_policy(train_tokens=n, score_tokens=n))
-        for n in sizes
-        if n >= policy.longest
+        fitting = [n / 100 for n in range(95, 0, -5) if engine.smallest <= n / 100 * memory.capacity]
+        smaller = [share for share in fitting if share < engine.utilization]
+        shares = [Cure(f"{vllm}.gpu_memory_utilization={n:g}", "engine", {"utilization": n}) for n in smaller]
+        numbers = [engine.gpus * n for n in (2, 4, 8)]
+        engines = [Cure(f"{vllm}.tensor_parallel_size={n}", "engine", {"gpus": n}) for n in numbers]
+    passes = []
+    for tokens in (policy.train_tokens // 2, policy.train_tokens // 4):
+        if tokens >= max(policy.longest, memory.tokens_per_unit):
+            text = " ".join(f"++{key}={tokens // memory.tokens_per_unit}" for key in memory.micro_batch_keys)
+            passes.append(Cure(text, "policy", {"train_tokens": tokens, "score_tokens": tokens}))
+    switches = [
+        ("keep_unsharded=false", {"is_kept_whole": False}, policy.is_kept_whole),
+        ("activation_checkpointing=true", {"recomputes": True}, not policy.recomputes),
+        ("cpu_offload=true", {"is_offloaded": True}, not (policy.is_offloaded or policy.is_replicated)),
     ]
-    if not policy.recomputes:
-        yield [("activation_checkpointing: true", _with_policy(recomputes=True))]
-    if not policy.is_offloaded and not policy.is_replicated:
-        yield [("policy.dtensor_cfg.cpu_offload: true", _with_policy(is_offloaded=True))]
-    if engine is not None:
-        yield [(f"{engine.gpus * n} GPUs for an engine", _with_engine_gpus(engine.gpus * n)) for n in (2, 4, 8)]
     gpus = policy.data * policy.tensor * policy.stages
     factors = [2**n for n in range(1, 11) if gpus * 2**n <= MAX_GPUS]
-    yield [(f"{gpus * n} GPUs for the policy", _with_policy(data=policy.data * n)) for n in factors]
+    return [
+        shares,
+        passes,
+        *([Cure(f"++{memory.backend_key}.{text}", "policy", values)] for text, values, helps in switches if helps),
+        engines,
+        [Cure(f"{gpus * n} GPUs for the policy", "policy", {"data": policy.data * n}) for n in factors],
+    ]
 
 
-def _with_policy(**values: Any) -> Change:
-    return lambda memory: replace(memory, policy=replace(memory.policy, **values))
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The text of a plan."""
+
+    title: str
+    lines: Sequence[str] = ()
+    problems: Sequence[str] = ()  # what does not fit, then the nearest cure
+
+    def __str__(self) -> str:
+        verdict = self.problems or (("everything fits",) if self.lines else ())
+        return "\n".join([f"# memory: {self.title}", *(f"#   {line}" for line in (*self.lines, *verdict))])
+
+    def log_problems(self) -> None:
+        """Warn of what does not fit, at the start of a run."""
+        if self.problems:
+            logger.warning("%s: %s", self.title, "; ".join(self.problems))
 
 
-def _with_utilization(share: float) -> Change:
-    return lambda memory: replace(memory, engine=memory.engine and replace(memory.engine, utilization=share))
+def memory_plan(config: AnyTrainingConfig, layout: Layout) -> MemoryPlan:
+    """Return the plan of a training run on the devices of `layout`."""
+    try:
+        return _plan_gpus(config, layout) if layout.device == "cuda" else _plan_cpu(config, layout)
+    except UnknownShapeError as error:
+        return MemoryPlan(f"unknown: {error}")
 
 
-def _with_engine_gpus(number: int) -> Change:
-    return lambda memory: replace(memory, engine=memory.engine and replace(memory.engine, gpus=number))
+def sampling_memory_plan(*configs: SampledRunConfig) -> MemoryPlan:
+    """Return the plan of engines that only sample: collections and evaluations."""
+    server = configs[0].server
+    if server.address is not None:
+        return MemoryPlan("the server's own")
+    capacity, title = _capacity(configs[0])
+    lines, problems = [], []
+    for config in configs:
+        try:
+            shape = find_shape("policy.model_name", config.policy.model_name)
+        except UnknownShapeError as error:
+            return MemoryPlan(f"unknown: {error}")
+        engine = EngineMemory(
+            shape=shape,
+            utilization=server.gpu_memory_utilization,
+            gpus=server.tensor_parallel_size,
+            weight_bytes=_bytes_of(config.policy.precision),
+            max_model_len=server.max_model_len or config.policy.max_total_sequence_length,
+        )
+        lines.append(str(Moment(shape.name, engine.awake(capacity))))
+        if (problem := engine.problem(capacity)) is not None:
+            gpus = engine.gpus * 2 ** math.ceil(math.log2(engine.smallest / (engine.utilization * capacity)))
+            problems += [f"does not fit: {problem}", f"nearest cure: ++server.tensor_parallel_size={gpus}"]
+    return MemoryPlan(title, lines, problems)
+
+
+def reward_model_memory_plan(config: RewardModelRunConfig) -> MemoryPlan:
+    """Return the plan of a reward model: one process, float32 weights, a pair's two sides in each micro-batch."""
+    policy = config.policy
+    try:
+        shape = find_shape("policy.model_name", policy.model_name)
+    except UnknownShapeError as error:
+        return MemoryPlan(f"unknown: {error}")
+    model = RankMemory(
+        shape=replace(shape, is_tied=True),
+        compute_bytes=_bytes_of(policy.precision),
+        train_tokens=2 * policy.train_micro_batch_size * policy.max_total_sequence_length,
+        optimizer_bytes=_optimizer_bytes(policy.optimizer.name),
+    )
+    parts = {**_training_parts([model]), "process": PROCESS_BYTES}
+    return MemoryPlan("expected peak of the one device, or of the host on a CPU", [str(Moment("training", parts))])
+
+
+def _plan_gpus(config: AnyTrainingConfig, layout: Layout) -> MemoryPlan:
+    capacity, title = _capacity(config)
+    memory = make_run_memory(config, layout, capacity)
+    lines = [f"{device}, {moment}" for device, moments in memory.devices().items() for moment in moments]
+    problems = [f"does not fit: {problem}" for problem in memory.problems()]
+    if problems:
+        problems.append(f"nearest cure: {find_cure(memory)}")
+    return MemoryPlan(title, [*lines, f"each node, {memory.host()}"], problems)
+
+
+def _plan_cpu(config: AnyTrainingConfig, layout: Layout) -> MemoryPlan:
+    memory = make_run_memory(config, layout, capacity=0)
+    policy, engine, num_ranks = memory.policy, memory.engine, len(layout.ranks)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts = {
+        "processes": PROCESS_BYTES * (1 + (num_ranks if layout.needs_cluster else 0)),
+        **_training_parts([policy] * num_ranks),
+        "reference": num_ranks * policy.reference,
+        "logits": num_ranks * policy.gathered,
+        "teachers": sum(model.weights for model in memory.teachers.values()),
+    }
+    if engine is not None:
+        own_process = PROCESS_BYTES // 2 if engine.has_own_process else 0
+        parts["engines"] = len(layout.engines) * (engine.weights + CPU_CACHE_BYTES + own_process)
+    moment = Moment("training", parts)
+    needed = f"training needs {moment.total / GB:.1f} of the {total / GB:.0f} GB of this machine"
+    problems = [f"does not fit: {needed}"] if moment.total > total else []
+    return MemoryPlan("expected peak of the host", [str(moment)], problems)
+
+
+def _training_parts(ranks: Sequence[RankMemory]) -> dict[str, int]:
+    names = ("weights", "gradients", "optimizer", "activations")
+    return {name: sum(getattr(rank, name) for rank in ranks) for name in names}
+
+
+def _capacity(config: AnyTrainingConfig | SampledRunConfig) -> tuple[int, str]:
+    """Return the bytes of a GPU, and the title of its plan, which says where they come from."""
+    capacity, source = DEFAULT_CAPACITY, "assumed: this machine has no GPU, and cluster.gpu_memory_gb is not set"
+    if config.cluster.gpu_memory_gb is not None:
+        capacity, source = int(config.cluster.gpu_memory_gb * GB), "cluster.gpu_memory_gb"
+    elif (detected := device_memory()) is not None:
+        capacity, source = detected, "detected"
+    return capacity, f"expected peaks of each GPU of {capacity / GB:.0f} GB ({source})"
+
+
+def make_run_memory(config: AnyTrainingConfig, layout: Layout, capacity: int) -> RunMemory:
+    """Return the models of a run on devices of `capacity` bytes; raises UnknownShapeError."""
+    policy, nodes = config.policy, max(layout.num_nodes, 1)
+    memory = RunMemory(
+        capacity=capacity,
+        policy=_policy_memory(config, layout, capacity),
+        ranks_per_node=math.ceil(len(layout.ranks) / nodes),
+        saves=config.checkpointing.enabled,
+        saves_whole_model=_saves_whole_model(policy.parallelism),
+        backend_key=f"policy.{policy.backend_key}",
+        **_micro_batch_keys(config),
+    )
+    if isinstance(config, SupervisedRunConfig):
+        return memory
+    sections = {key: config.teacher_sections[key] for key in layout.teachers}
+    shared_teachers = frozenset(key for key, section in sections.items() if section.colocated.enabled)
+    # A reward model in the trainer's process is on the policy's device, and no part of this plan.
+    has_scorer_beside = any(
+        isinstance(scorer, ModelScorerConfig) and not scorer.in_actor and scorer.device != "cpu"
+        for scorer in config.scorers.values()
+    )
+    must_take_turns = bool(shared_teachers) or config.reward_model.shares_device or has_scorer_beside
+    return replace(
+        memory,
+        engine=_engine_memory(config, memory.policy.shape, layout),
+        teachers={
+            key: _teacher_memory(key, each, len(layout.teachers[key]), capacity) for key, each in sections.items()
+        },
+        shares_device=not layout.is_split,
+        offload="always" if must_take_turns and policy.offload == "auto" else policy.offload,
+        shared_teachers=shared_teachers,
+        engines_per_node=math.ceil(len(layout.engines) / nodes),
+    )
+
+
+def _micro_batch_keys(config: AnyTrainingConfig) -> dict[str, Any]:
+    """Return the keys that set the tokens of a pass, and what one unit of them is."""
+    policy = config.policy
+    for name in ("sequence_packing", "dynamic_batching"):
+        if getattr(policy, name).enabled:
+            return {"micro_batch_keys": (f"policy.{name}.train_mb_tokens", f"policy.{name}.logprob_mb_tokens")}
+    rows = config.rows_per_sample if isinstance(config, SupervisedRunConfig) else 1
+    tokens_per_unit = rows * policy.max_total_sequence_length
+    return {"micro_batch_keys": ("policy.train_micro_batch_size",), "tokens_per_unit": tokens_per_unit}
+
+
+def _saves_whole_model(section: Section) -> bool:
+    lora = getattr(section, "lora_cfg", None)
+    return lora is None or not lora.enabled or lora.save_merged
+
+
+def _policy_memory(config: AnyTrainingConfig, layout: Layout, capacity: int) -> RankMemory:
+    policy, section, longest = config.policy, config.policy.parallelism, config.policy.max_total_sequence_length
+    if isinstance(config, SupervisedRunConfig):
+        rows, score_rows = config.rows_per_sample, config.val_micro_batch_size
+    else:
+        rows, score_rows = 1, policy.logprob_batch_size or policy.train_micro_batch_size
+    model = _rank_memory("policy", policy, len(layout.ranks))
+    reduction_on = getattr(section, "reduction_on", None)  # Megatron's
+    model = replace(
+        model,
+        train_tokens=_tokens(policy, policy.train_micro_batch_size * rows, "train_mb_tokens", longest),
+        score_tokens=_tokens(policy, score_rows, "logprob_mb_tokens", longest),
+        longest=longest,
+        recomputes=getattr(section, "activation_checkpointing", False),
+        is_offloaded=getattr(section, "cpu_offload", False),
+        adapter_dim=getattr(getattr(section, "lora_cfg", None), "dim", None) if section.adapters else None,
+        optimizer_bytes=_optimizer_bytes(policy.optimizer.name),
+        has_reference=config.needs_reference,
+        is_optimizer_whole=reduction_on is not None and not reduction_on(layout.device, model.data).divides_optimizer,
+    )
+    return _keep_whole(model, section, capacity)
+
+
+def _teacher_memory(key: str, section: TeacherConfig, num_ranks: int, capacity: int) -> RankMemory:
+    tokens = _tokens(section, section.logprob_batch_size, "logprob_mb_tokens", 1)
+    model = replace(
+        _rank_memory(key, section, num_ranks),
+        score_tokens=tokens,
+        is_frozen=True,
+        is_offloaded=getattr(section.parallelism, "cpu_offload", False),
+    )
+    return _keep_whole(model, section.parallelism, capacity)
+
+
+def _keep_whole(model: RankMemory, section: Section, capacity: int) -> RankMemory:
+    """Return the memory of a model whose section may keep whole weights between passes (`keep_unsharded`)."""
+    kept = getattr(section, "keep_unsharded", False)
+    if kept == "auto":
+        whole = model.compute_bytes * model.own_parameters + 4 * model.trained_parameters
+        kept = not model.is_offloaded and whole <= KEPT_SHARE * capacity
+    return replace(model, is_kept_whole=kept)
+
+
+def _rank_memory(key: str, model: PolicyConfig | TeacherConfig, num_ranks: int) -> RankMemory:
+    shape = find_shape(f"{key}.model_name", model.model_name, model.hf_config_overrides)
+    return RankMemory(
+        shape=shape,
+        compute_bytes=_bytes_of(model.precision),
+        data=max(num_ranks // model.model_parallel_size, 1),
+        tensor=model.tensor_parallel_size,
+        stages=model.pipeline_parallel_size,
+        chunk=resolve_chunk_size(model.logprob_chunk_size, shape.vocab_size),
+        is_replicated=not model.parallelism.SPLITS_STATE,
+    )
+
+
+def _engine_memory(config: TrainingRunConfig, shape: ModelShape, layout: Layout) -> EngineMemory:
+    beside_training = config.algorithm.samples_beside_training
+    section = config.policy.generation.for_layout(layout, samples_beside_training=beside_training)
+    options = getattr(section, "vllm_cfg", None)
+    return EngineMemory(
+        shape=shape,
+        utilization=getattr(options, "gpu_memory_utilization", 0.0),
+        gpus=section.gpus_per_engine,
+        weight_bytes=_bytes_of(section.dtype(config.policy.precision)),
+        max_model_len=section.max_model_len or config.policy.max_total_sequence_length,
+        can_sleep=section.can_sleep,
+        has_own_process=not section.shares_process,
+    )
+
+
+def _tokens(model: PolicyConfig | TeacherConfig, num_samples: int, key: str, longest: int) -> int:
+    for section in (model.sequence_packing, model.dynamic_batching):
+        if section.enabled:
+            return getattr(section, key) or num_samples * longest
+    return num_samples * longest
+
+
+def _optimizer_bytes(name: str) -> int:
+    return OPTIMIZER_BYTES.get(name.rpartition(".")[2], ADAM_BYTES)
+
+
+def _bytes_of(precision: str) -> int:
+    return 2 if precision == "bfloat16" else 4

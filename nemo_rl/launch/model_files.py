@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,9 +12,10 @@ from nemo_rl.config.collect import EvalRunConfig, SampledRunConfig
 from nemo_rl.config.environment import ModelScorerConfig
 from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import TeacherConfig
-from nemo_rl.config.supervised import RewardModelRunConfig, SupervisedRunConfig
+from nemo_rl.config.supervised_runs import RewardModelRunConfig, SupervisedRunConfig
 from nemo_rl.distributed.machine import cache_directory
 from nemo_rl.errors import ConfigError
+from nemo_rl.policy.memory import ModelShape, UnknownShapeError
 
 QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
 QUICKSTART_TEACHER = "nemo_rl/quickstart-teacher"  # also with "-N"
@@ -27,7 +27,7 @@ AnyConfig: TypeAlias = TrainingRunConfig | SupervisedRunConfig | SampledRunConfi
 
 
 def quickstart_model(key: str, model_name: str) -> tuple[str, int] | None:
-    """Return which of the quickstart's models a name means and its seed; None: the name is none of them.
+    """Return which of the quickstart's models a name means and its seed; None for any other name.
 
     Raises ConfigError for a name that begins like one of them but is not.
     """
@@ -118,102 +118,6 @@ def _closest_sibling(directory: Path) -> list[str]:
     parent = directory.parent
     names = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
     return [str(parent / name) for name in difflib.get_close_matches(directory.name, names, n=1)]
-
-
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # dense decoders with SwiGLU and RMSNorm
-
-
-class UnknownShapeError(Exception):
-    """The sizes of a model cannot be known here; the message says what is missing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """Widths of a dense decoder, under the names of config.json where they are its own."""
-
-    name: str
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    is_tied: bool
-    has_qkv_bias: bool = False
-    has_head_norms: bool = False  # of queries and keys (Qwen3)
-
-    @classmethod
-    def from_config(cls, name: str, values: Mapping[str, Any]) -> "ModelShape":
-        """Return the shape that a config.json describes; raises UnknownShapeError for another kind of model."""
-        kind = values.get("model_type")
-        if kind not in SUPPORTED_MODEL_TYPES:
-            supported = ", ".join(SUPPORTED_MODEL_TYPES)
-            raise UnknownShapeError(f"{name} is of type {kind!r}; sizes are known of {supported}")
-        try:
-            heads = int(values["num_attention_heads"])
-            return cls(
-                name=name,
-                hidden_size=int(values["hidden_size"]),
-                intermediate_size=int(values["intermediate_size"]),
-                num_hidden_layers=int(values["num_hidden_layers"]),
-                num_attention_heads=heads,
-                num_key_value_heads=int(values.get("num_key_value_heads") or heads),
-                head_dim=int(values.get("head_dim") or int(values["hidden_size"]) // heads),
-                vocab_size=int(values["vocab_size"]),
-                is_tied=bool(values.get("tie_word_embeddings", False)),
-                has_qkv_bias=kind == "qwen2" or bool(values.get("attention_bias", False)),
-                has_head_norms=kind == "qwen3",
-            )
-        except KeyError as error:
-            raise UnknownShapeError(f"{MODEL_FILE} of {name} has no {error.args[0]}") from error
-
-    @property
-    def query_width(self) -> int:
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def key_value_width(self) -> int:
-        return self.num_key_value_heads * self.head_dim
-
-    @property
-    def layer_parameters(self) -> int:
-        """Return the parameters of one decoder layer."""
-        attention = self.hidden_size * (2 * self.query_width + 2 * self.key_value_width)
-        biases = (self.query_width + 2 * self.key_value_width) * self.has_qkv_bias
-        norms = 2 * self.hidden_size + 2 * self.head_dim * self.has_head_norms
-        return attention + biases + 3 * self.hidden_size * self.intermediate_size + norms
-
-    @property
-    def head_parameters(self) -> int:
-        """Return the parameters of the output layer, which are the embedding's where the two are tied."""
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def root_parameters(self) -> int:
-        """Return the parameters outside of the layers: embedding, output layer, last norm."""
-        return self.head_parameters * (1 if self.is_tied else 2) + self.hidden_size
-
-    @property
-    def parameters(self) -> int:
-        """Return the number of all parameters.
-
-        Example: Qwen2.5-1.5B has 28 layers of 46,797,824 and 233,375,232 besides: 1,543,714,304.
-        """
-        return self.num_hidden_layers * self.layer_parameters + self.root_parameters
-
-    def adapter_parameters(self, dim: int) -> int:
-        """Return the parameters of LoRA adapters of all linear layers but the output layer: dim (in + out) of each."""
-        hidden, query, key_value = self.hidden_size, self.query_width, self.key_value_width
-        sizes = 2 * (hidden + query) + 2 * (hidden + key_value) + 3 * (hidden + self.intermediate_size)
-        return self.num_hidden_layers * dim * sizes
-
-    def cache_bytes(self, tokens: int, bytes_per_number: int = 2) -> int:
-        """Return the keys and values of that many tokens in all layers.
-
-        Example: Qwen2.5-1.5B in bfloat16: 2 x 28 layers x 256 x 2 = 28,672 bytes a token.
-        """
-        return 2 * self.num_hidden_layers * self.key_value_width * bytes_per_number * tokens
 
 
 def find_shape(key: str, model_name: str, overrides: Mapping[str, Any] | None = None) -> ModelShape:

@@ -11,17 +11,20 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.algorithms.run import Interrupt, Interrupted
-from nemo_rl.algorithms.supervised import SFTObjective, SupervisedRun, train_supervised
+from nemo_rl.algorithms.interrupt import Interrupt, Interrupted
+from nemo_rl.algorithms.supervised_loop import SupervisedRun, train_supervised
+from nemo_rl.algorithms.supervised_objectives import SFTObjective
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.policy import OptimizerConfig, PolicyConfig, SchedulerStageConfig
-from nemo_rl.config.supervised import SFTConfig, SFTDataConfig, SFTRunConfig
+from nemo_rl.config.supervised_runs import SFTConfig, SFTDataConfig, SFTRunConfig
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.supervised import ExampleSet, SampleLoader, encode_conversations
+from nemo_rl.data.conversations import encode_conversations
+from nemo_rl.data.example_sets import ExampleSet
+from nemo_rl.data.supervised_samples import SampleLoader
 from nemo_rl.distributed.machine import cache_directory
 from nemo_rl.launch.model_files import checkpoint_weights, quickstart_model
 from nemo_rl.observability import heartbeat
-from nemo_rl.observability.console import Progress
+from nemo_rl.observability.console import Progress, check_writable
 from nemo_rl.observability.loggers import CompositeLogger
 from nemo_rl.policy.driver import LocalPolicy, PolicyThread
 from nemo_rl.quickstart import models as quickstart
@@ -44,6 +47,7 @@ async def prepare_model(directory: Path, recipe: quickstart.Recipe, *, on_step: 
     marker = directory / COMPLETE_MARKER
     if marker.is_file() and marker.read_text() == recipe.text:
         return directory
+    check_writable("NEMO_RL_CACHE", directory)
     logger.info("training the quickstart model in %s (half a minute, once)", directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     thread, interrupt = PolicyThread("quickstart"), Interrupt()
@@ -52,7 +56,7 @@ async def prepare_model(directory: Path, recipe: quickstart.Recipe, *, on_step: 
             with torch.random.fork_rng(devices=[]):
                 made = await thread.run(_train, recipe, Path(scratch), _StepProgress(on_step), interrupt)
         finally:
-            interrupt.request()  # where this was cancelled
+            interrupt.request()  # if this was cancelled
             thread.close()
         (made / COMPLETE_MARKER).write_text(recipe.text)
         _move_into_place(made, directory, recipe.text)
@@ -161,7 +165,7 @@ class _StepProgress(Progress):
 
 
 def _move_into_place(made: Path, directory: Path, recipe: str) -> None:
-    """Rename into place, replacing the model of another recipe; where another process was faster, keep its result."""
+    """Rename into place, replacing the model of another recipe; if another process was faster, keep its result."""
     if (
         directory.exists()
         and (directory / COMPLETE_MARKER).is_file()

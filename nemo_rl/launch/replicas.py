@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_rl.commands import Command, ExitCode
+from nemo_rl.command_line import Command, ExitCode, path_argument
 from nemo_rl.distributed.machine import write_private
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.generation.router import ReplicaState, ReplicatedGeneration
@@ -37,7 +37,7 @@ class ReportedState:
     """The content of `replicas.json`."""
 
     replicas: ReplicaState
-    refusal: str  # why the last requested number is not possible; "" where it can
+    refusal: str  # why the last requested number is not possible; "" if it can
     beats: int  # how often it was written
 
 
@@ -69,7 +69,7 @@ async def _follow(generation: ReplicatedGeneration, run_dir: Path) -> None:
                 refusal = _resize(generation, text)
             beats += 1
             _replace(run_dir / STATE_FILE, json.dumps(asdict(ReportedState(generation.state, refusal, beats))))
-        except Exception as error:  # as a full disk: must not end the run
+        except Exception as error:  # as a full disk: must not end the run  # noqa: BLE001
             logger.debug("the state of the replicas cannot be read or written: %s", error)
         await asyncio.sleep(PERIOD_S)
 
@@ -107,7 +107,7 @@ def _read_state(run_dir: Path) -> ReportedState:
     """Return the state that the run wrote last. Raises DataError where there is none."""
     try:
         return _REPORTED_STATE.validate_json((run_dir / STATE_FILE).read_bytes())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         if not run_dir.is_dir():
             raise DataError(f"{run_dir}: no such run directory") from error
         problem = "the run has ended, has not started its engines yet, or has one in its own process"
@@ -120,12 +120,14 @@ def _read_state(run_dir: Path) -> ReportedState:
 
 
 def _run(parsed: argparse.Namespace) -> ExitCode:
+    if parsed.count is not None and parsed.count < 1:
+        raise ConfigError("COUNT", parsed.count, "must be 1 or more")
+    if parsed.wait is not None and not parsed.wait > 0:
+        raise ConfigError("--wait", parsed.wait, "must be > 0, in seconds")
     before = _read_state(parsed.run_dir)
     if parsed.count is None:
         _print(_wait(parsed.run_dir, before, SILENT_S))
         return ExitCode.DONE
-    if parsed.count < 1:
-        raise ConfigError("COUNT", parsed.count, "must be 1 or more")
     _replace(parsed.run_dir / REQUEST_FILE, str(parsed.count))
     taken = _wait(parsed.run_dir, before, SILENT_S, is_reached=lambda _: not (parsed.run_dir / REQUEST_FILE).exists())
     state = _wait(parsed.run_dir, taken, SILENT_S)  # written after the request was taken
@@ -181,7 +183,7 @@ def _print(state: ReportedState) -> None:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="directory of a run that trains now")
+    parser.add_argument("run_dir", type=path_argument, metavar="RUN", help="directory of a run that trains now")
     parser.add_argument("count", type=int, nargs="?", metavar="COUNT", help="replicas to have; without it: show them")
     parser.add_argument(
         "--wait", type=float, nargs="?", const=WAIT_S, metavar="S", help=f"until it has them; at most S ({WAIT_S:g}) s"

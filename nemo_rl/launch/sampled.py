@@ -8,24 +8,28 @@ from typing import Any
 
 from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.policy import EndpointLimitsConfig, ServedModelConfig
-from nemo_rl.config.run import start_limit_s
+from nemo_rl.config.shared_sections import start_limit_s
 from nemo_rl.data.chat import ChatEncoder, TextOnlyChatEncoder
-from nemo_rl.data.datasets import InputSet, PromptSet, check_prompt_lengths, load_input
+from nemo_rl.data.prompt_screen import LengthLimit, refuse_overlong
+from nemo_rl.data.prompt_sets import InputSet, PromptSet, load_input
 from nemo_rl.data.tokenizer import load_tokenizer
-from nemo_rl.distributed.devices import choose_device
+from nemo_rl.distributed.devices import Device, choose_device
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.generation.served import CHAT, COMPLETIONS, Api, ServedGeneration
 from nemo_rl.interfaces import Generation
+from nemo_rl.launch.memory_plan import sampling_memory_plan
 from nemo_rl.launch.models import resolve_model
-from nemo_rl.launch.rollouts import check_context_length, check_tasks, runner_sections
+from nemo_rl.launch.resolved_model import check_context_length
+from nemo_rl.launch.resolved_run import check_tasks
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.types import Message
 
 logger = logging.getLogger(__name__)
 
 KEY = "server"
+ANY_MODEL = "any"  # until the server has named its models
 PROBE = (Message("user", "Hello"),)
 PROBE_TOKENS = 8
 COMPLETION_LIMIT_KEY = "max_completion_tokens"  # required by OpenAI's newer models; older servers only know max_tokens
@@ -47,7 +51,7 @@ async def connect(config: SampledRunConfig, encoder: ChatEncoder | None) -> Conn
     Raises ConfigError for a model or an API that it does not have, EndpointError for a server that does not answer.
     """
     server = config.server
-    endpoint = Endpoint(KEY, _make_endpoint_config(config, server.model or ""))
+    endpoint = Endpoint(KEY, _make_endpoint_config(config))
     try:
         model = await _resolve_model_name(endpoint, server.model)
         if server.api != "chat" and await _supports_token_ids(
@@ -62,11 +66,12 @@ async def connect(config: SampledRunConfig, encoder: ChatEncoder | None) -> Conn
         raise
 
 
-def _make_endpoint_config(config: SampledRunConfig, model: str) -> ServedModelConfig:
+def _make_endpoint_config(config: SampledRunConfig) -> ServedModelConfig:
+    """Return the endpoint of the server; requests name the model that `connect` resolves."""
     server = config.server
     return ServedModelConfig(
         base_urls=list(server.addresses),
-        model=model,
+        model=server.model or ANY_MODEL,
         api_key_env=server.api_key_env,
         limits=EndpointLimitsConfig(
             max_concurrency=config.collection.concurrency,
@@ -161,27 +166,36 @@ async def load_collection_inputs(config: SampledRunConfig, stack: AsyncExitStack
             encoder = TextOnlyChatEncoder()
     else:
         trusted = config.server.trust_remote_code
-        model = load_config(model_path, {}, trust_remote_code=trusted).get_text_config()
-        check_context_length(config.policy, model)
+        check_context_length(config.policy, load_config(model_path, {}, trust_remote_code=trusted))
     assert encoder is not None  # needed to probe a server for token ids
     if config.data.max_input_seq_length is not None:
-        check_prompt_lengths((prompt_set,), encoder, config.data.max_input_seq_length)
+        refuse_overlong(prompt_set.prompts, LengthLimit(encoder, config.data.max_input_seq_length))
     return CollectionInputs(input_set, encoder, model_path, served)
+
+
+def find_device(config: SampledRunConfig) -> Device | None:
+    """Return the device of the engine that the run starts, None with a running server; raises ConfigError."""
+    if config.server.address is not None:
+        return None
+    return choose_device(config.policy.device, config.engine.devices)
 
 
 async def open_engine(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> Generation:
     """Return the server's client, or start an engine that `stack` closes."""
     if inputs.served is not None:
         return inputs.served.generation
-    section = config.server.engine(config.policy.generation)
+    device = find_device(config)
+    assert device is not None  # without a server
+    if device == "cuda":
+        sampling_memory_plan(config).log_problems()
     model = EngineModel(
         inputs.model_path,
         config.policy.precision,
         config.policy.max_total_sequence_length,
-        choose_device(config.policy.device, section.devices),
+        device,
         config.server.trust_remote_code,
     )
-    generation = await make_generation(section, model, start_timeout_s=start_limit_s(inputs.model_path))
+    generation = await make_generation(config.engine, model, start_timeout_s=start_limit_s(inputs.model_path))
     stack.push_async_callback(generation.close)
     return generation
 
@@ -193,7 +207,7 @@ async def _resolve_model_path(config: SampledRunConfig) -> str:
 
 
 def _make_encoder(config: SampledRunConfig, model_path: str) -> ChatEncoder | None:
-    """Return the encoder; None where messages are all that a server can be sent."""
+    """Return the encoder; None if messages are all that a server can be sent."""
     if config.server.api == "chat":
         return None
     try:
@@ -211,11 +225,11 @@ def _make_encoder(config: SampledRunConfig, model_path: str) -> ChatEncoder | No
 
 
 def _check_chat_api(config: SampledRunConfig) -> None:
-    """Raise ConfigError for options that need tokens where the server takes messages."""
+    """Raise ConfigError for options that need tokens if the server takes messages."""
     if config.collection.write_token_ids:
         raise ConfigError("collect.write_token_ids", True, "the server exchanges text only (server.api: chat)")
     if config.policy.generation.ignore_eos:
         raise ConfigError("policy.generation.ignore_eos", True, "a server that takes messages ends its own turns")
-    if names := list(runner_sections(config)):
+    if names := list(config.runner_sections):
         problem = f"env.{names[0]} talks to the gateway, which needs a server that takes token ids (vLLM)"
         raise ConfigError("server.api", "chat", problem)

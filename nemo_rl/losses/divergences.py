@@ -1,7 +1,7 @@
 """Divergences of the student from its teachers, with one tokenizer or two. Formulas, sources: docs/distillation.md.
 
 With the student's tokenizer a teacher gives its most likely tokens; for another tokenizer
-algorithms/cross_tokenizer_targets.py computes what is compared. B samples, T tokens, K of the teacher's most likely
+algorithms/cross_tokenizer_targets.py computes the targets. B samples, T tokens, K of the teacher's most likely
 tokens, W candidates.
 """
 
@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from nemo_rl import batch as keys
-from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
-from nemo_rl.losses.distillation import DistillationLossConfig
+from nemo_rl.interfaces import LossFn
+from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
+from nemo_rl.losses.distillation_section import DistillationLossConfig
+from nemo_rl.losses.make import LossContext
 from nemo_rl.losses.policy_gradient import engine_mismatch_metrics
 from nemo_rl.policy.micro_batches import loss_mask
 from nemo_rl.types import TrainingBatch
 
-LOG_ZERO = -100.0  # log p of what the teacher rules out: e^-100, so that reverse stays finite
+LOG_ZERO = -100.0  # log p of tokens that the teacher rules out, so that reverse stays finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class TopKDivergence:
     """
 
     def __init__(self, config: DistillationLossConfig, *, is_on_policy: bool = True) -> None:
-        """Set `is_on_policy` where responses are the student's samples, with log-probs of the engine to compare."""
+        """Set `is_on_policy` if responses are the student's samples, with the engine's log-probs to compare."""
         self.config = config
         self.is_on_policy = is_on_policy
 
@@ -51,7 +53,7 @@ class TopKDivergence:
 
     @property
     def required_scores(self) -> RequiredScores:
-        """Return the teacher's tokens as candidates; the entropy where tokens outside them count."""
+        """Return the teacher's tokens as candidates; the entropy if tokens outside them count."""
         return RequiredScores(candidates=keys.TEACHER_TOPK_IDS, entropy=self.config.zero_outside_topk)
 
     def __call__(
@@ -105,7 +107,7 @@ def divergence_metrics(
 
 
 class CrossTokenizerLoss:
-    """Mean over the step's valid tokens of D(teacher, student) over candidates, plus what has no counterpart.
+    """Mean over the step's valid tokens of D(teacher, student) over candidates, plus a term for unmatched tokens.
 
     With q and p the teacher's and the student's probabilities of a token's candidates, which need not sum to 1:
 
@@ -125,7 +127,7 @@ class CrossTokenizerLoss:
         student_unmatched: torch.Tensor | None = None,
         is_on_policy: bool = True,
     ) -> None:
-        """Set `is_on_policy` where responses have log-probs of the engine to compare the student's with.
+        """Set `is_on_policy` if responses have log-probs of the engine to compare the student's with.
 
         `matching: identical` needs the teacher's `topk`, and `student_unmatched`, [V] bool: the student's tokens
         without a counterpart.
@@ -138,14 +140,14 @@ class CrossTokenizerLoss:
 
     @property
     def required_keys(self) -> frozenset[str]:
-        """Return the masks and the teacher's candidates; spans where these are compared as a whole."""
+        """Return the masks and the teacher's candidates; spans if these are compared as a whole."""
         read = {keys.TOKEN_MASK, keys.SAMPLE_MASK} | ({keys.GENERATION_LOGPROBS} if self._is_on_policy else set())
         span_keys = {keys.TEACHER_UNMATCHED, keys.SPAN_LENGTHS} if self._compares_spans else set()
         return frozenset(read | span_keys | {keys.TEACHER_TOPK_IDS, keys.TEACHER_TOPK_LOGPROBS})
 
     @property
     def required_scores(self) -> RequiredScores:
-        """Return the teacher's candidates, and the student's own tokens where unmatched ones are compared."""
+        """Return the teacher's candidates, and the student's own tokens if unmatched ones are compared."""
         return RequiredScores(candidates=keys.TEACHER_TOPK_IDS, topk=self._topk)
 
     def __call__(
@@ -200,3 +202,10 @@ def later_logprobs(logprobs: torch.Tensor, span_lengths: torch.Tensor) -> torch.
     at = torch.arange(logprobs.shape[-1], device=logprobs.device)
     last = (at + span_lengths - 1).clamp(min=0, max=logprobs.shape[-1] - 1)
     return torch.where(span_lengths > 0, sums.gather(-1, last) - sums, 0.0).float()
+
+
+def make_distillation_loss(section: DistillationLossConfig, context: LossContext) -> LossFn:
+    """Return the loss against teachers with the student's tokenizer, or with their own if that is enabled."""
+    if section.token_matching is not None:
+        return CrossTokenizerLoss(section, topk=context.topk, student_unmatched=context.student_unmatched)
+    return TopKDivergence(section, is_on_policy=context.is_on_policy)

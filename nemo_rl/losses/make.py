@@ -79,7 +79,7 @@ class CustomLossConfig(LossConfig):
 
 
 def adapt_loss(key: str, path: str, target: Any) -> Entry[CustomLossConfig]:
-    """Return the entry of a user's own class or function; raises ConfigError for `key` where it is neither."""
+    """Return the entry of a user's own class or function; raises ConfigError for `key` if it is neither."""
     from nemo_rl.interfaces import LossFn  # here: most configurations need no protocol
 
     return entry_from_callable(CustomLossConfig, LossFn, key=key, path=path, target=target)

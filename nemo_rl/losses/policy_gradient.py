@@ -11,7 +11,7 @@ import torch
 
 from nemo_rl import batch as keys
 from nemo_rl.config.loss import PolicyGradientLossConfig
-from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
+from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy.micro_batches import loss_mask
 from nemo_rl.types import TrainingBatch
 
@@ -20,15 +20,19 @@ MAX_EXP_INPUT = 88.0  # exp of it is still finite in float32
 
 @dataclass(frozen=True, slots=True)
 class PolicyTokens:
-    """The tokens of a micro-batch: [B, T] float32 each, 0 where the mask is 0, so that padding can hold anything."""
+    """The tokens of a micro-batch: [B, T] float32 each, 0 at masked tokens, so that padding can hold anything."""
 
     mask: torch.Tensor
     current: torch.Tensor  # log-probs of the weights that are trained; with a gradient
     prev: torch.Tensor
     generation: torch.Tensor
     advantages: torch.Tensor
-    ratio: torch.Tensor  # exp(current - prev), with a gradient; [B, 1] where a sequence has one ratio
+    log_ratio: torch.Tensor  # current - prev, or - generation (`ratio_against`), with a gradient
+    ratio: torch.Tensor  # exp(log_ratio), with a gradient; [B, 1] if a sequence has one ratio
     clipped_ratio: torch.Tensor  # like `ratio`, within [1 - ratio_clip_min, 1 + ratio_clip_max]
+    sampling_weights: torch.Tensor  # exp(prev - generation), truncated; or [B, 1]
+    out_of_bounds: torch.Tensor  # 1 where they were truncated
+    entropy: torch.Tensor | None = None  # of the whole distribution, with a gradient, if the loss reads it
 
 
 class PolicyGradientLoss:
@@ -37,8 +41,9 @@ class PolicyGradientLoss:
     With r = exp(lp - lp_prev), `term` gives the policy term of each token, [B, T], from `PolicyTokens` and the
     section. A token counts 1 / number of valid tokens of the optimizer step, or, without `token_level_loss`,
     1 / (tokens of its trajectory, or `trajectory_token_divisor`, * number of valid trajectories), so any split into
-    micro-batches or ranks adds up to the same loss and gradient. `positive_example_nll_weight` adds the mean of -lp
-    over the valid tokens of samples with a reward above 0.
+    micro-batches or ranks adds up to the same loss and gradient; only `top_entropy_quantile` selects within one.
+    `entropy_coef` subtracts the mean entropy of the valid tokens; `positive_example_nll_weight` adds the mean of -lp
+    over those of samples with a reward above 0.
     """
 
     def __init__(
@@ -64,22 +69,18 @@ class PolicyGradientLoss:
 
     @property
     def required_scores(self) -> RequiredScores:
-        """Return that log-probs of the tokens themselves are enough."""
-        return RequiredScores()
+        """Return that log-probs of the tokens themselves are enough, but for options that read the entropy."""
+        return RequiredScores(entropy=self.config.entropy_coef > 0 or self.config.top_entropy_quantile < 1)
 
     def __call__(
         self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         config = self.config
-        tokens = read_tokens(scores.logprobs, batch, config)
+        tokens = read_tokens(scores, batch, config)
         num_tokens = max(normalizer.num_valid_tokens, 1.0)
         token_weights = _token_weights(tokens.mask, batch, normalizer, config)
 
-        token_loss = self._term(tokens, config)
-        with torch.no_grad():
-            weights, outside = sampling_weights(tokens.prev, tokens.generation, tokens.mask, config)
-        if config.use_importance_sampling_correction:
-            token_loss = weights * token_loss
+        token_loss = _policy_terms(self._term(tokens, config), tokens, config)
         kl = None
         if config.reference_policy_kl_penalty > 0:
             reference = torch.where(tokens.mask > 0, batch[keys.REFERENCE_LOGPROBS], 0.0)
@@ -87,6 +88,8 @@ class PolicyGradientLoss:
             if not config.use_kl_in_reward:
                 token_loss = token_loss + config.reference_policy_kl_penalty * kl
         loss = (token_loss * token_weights).sum()
+        if tokens.entropy is not None:
+            loss = loss - config.entropy_coef * tokens.entropy.sum() / num_tokens
         if config.positive_example_nll_weight > 0:
             positive_logprobs = (tokens.current * tokens.mask * (batch[keys.REWARD] > 0)[:, None]).sum()
             count = max(normalizer.num_positive_tokens, 1.0)
@@ -99,41 +102,89 @@ class PolicyGradientLoss:
             mask=tokens.mask,
             ratio=tokens.ratio.detach(),
             clipped_ratio=tokens.clipped_ratio.detach(),
-            sampling_weights=weights,
-            out_of_bounds=outside,
+            sampling_weights=tokens.sampling_weights,
+            out_of_bounds=tokens.out_of_bounds,
             kl=None if kl is None else (kl.detach() * token_weights).sum(),
         )
-        return loss, loss_metrics(terms, num_tokens, batch[keys.SAMPLE_MASK])
+        metrics = loss_metrics(terms, num_tokens, batch[keys.SAMPLE_MASK])
+        if tokens.entropy is not None:
+            metrics["entropy"] = Metric(tokens.entropy.detach().sum() / num_tokens)
+        return loss, metrics
 
 
-def read_tokens(logprobs: torch.Tensor, batch: TrainingBatch, config: PolicyGradientLossConfig) -> PolicyTokens:
-    """Return the tokens of a micro-batch with their current log-probs [B, T]; entry 0 of a sequence carries no loss."""
+def read_tokens(scores: TokenScores, batch: TrainingBatch, config: PolicyGradientLossConfig) -> PolicyTokens:
+    """Return the tokens of a micro-batch with their current scores; entry 0 of a sequence carries no loss."""
     mask = loss_mask(batch)
     valid = mask > 0
-    current = torch.where(valid, logprobs.float(), 0.0)
+    current = torch.where(valid, scores.logprobs.float(), 0.0)
     prev = batch.get(keys.PREV_LOGPROBS, None)
     prev = current.detach() if prev is None else torch.where(valid, prev, 0.0)
+    generation = torch.where(valid, batch[keys.GENERATION_LOGPROBS], 0.0)
 
-    log_ratio = current - (current.detach() if config.force_on_policy_ratio else prev)
-    if config.is_sequence_level:
-        log_ratio = log_ratio.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
-    # An overflow would make the gradient 0 * inf even where the ratio is clipped.
-    ratio = torch.exp(log_ratio.clamp(-MAX_EXP_INPUT, MAX_EXP_INPUT))
+    base = current.detach() if config.force_on_policy_ratio else prev
+    if config.ratio_against == "generation":
+        base = generation
+        valid = valid & base.isfinite()  # tokens without a log-prob of the engine carry no term
+    # An overflow would make the gradient 0 * inf even if the ratio is clipped.
+    log_ratio = torch.where(valid, current - base, 0.0).clamp(-MAX_EXP_INPUT, MAX_EXP_INPUT)
+    of_sequence = log_ratio.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
+    ratio = torch.exp(of_sequence if config.is_sequence_level else log_ratio)
+    weights, outside = sampling_weights(prev, generation, mask, config)
     return PolicyTokens(
         mask=mask,
         current=current,
         prev=prev,
-        generation=torch.where(valid, batch[keys.GENERATION_LOGPROBS], 0.0),
+        generation=generation,
         advantages=torch.where(valid, batch[keys.ADVANTAGES], 0.0),
+        log_ratio=log_ratio,
         ratio=ratio,
         clipped_ratio=ratio.clamp(1 - config.ratio_clip_min, 1 + config.ratio_clip_max),
+        sampling_weights=weights,
+        out_of_bounds=outside,
+        entropy=None if scores.entropy is None else torch.where(valid, scores.entropy.float(), 0.0),
     )
+
+
+def _policy_terms(term: torch.Tensor, tokens: PolicyTokens, config: PolicyGradientLossConfig) -> torch.Tensor:
+    """Return the policy term of each token as the shared options leave it: [B, T]."""
+    if config.off_policy_mask_threshold is not None:
+        term = term * _is_near_policy(tokens, config.off_policy_mask_threshold)
+    if config.top_entropy_quantile < 1:
+        assert tokens.entropy is not None
+        term = term * _has_high_entropy(tokens.entropy, tokens.mask, config.top_entropy_quantile)
+    if config.log_ratio_penalty > 0:
+        term = term + config.log_ratio_penalty * tokens.log_ratio.square()
+    if config.use_importance_sampling_correction and config.weights_term:
+        term = tokens.sampling_weights * term
+    return term
+
+
+@torch.no_grad()
+def _is_near_policy(tokens: PolicyTokens, threshold: float) -> torch.Tensor:
+    """Return False for tokens with A < 0 of sequences whose mean lp_gen - lp exceeds the threshold: [B, T] bool.
+
+    The off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556).
+    """
+    num_tokens = (tokens.mask > 0).sum(-1, keepdim=True).clamp(min=1)
+    distance = (tokens.generation - tokens.current).sum(-1, keepdim=True) / num_tokens
+    return (tokens.advantages >= 0) | (distance <= threshold)
+
+
+@torch.no_grad()
+def _has_high_entropy(entropy: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
+    """Return whether a token is among the `share` with the highest entropy of its micro-batch: [B, T] bool.
+
+    arXiv 2506.01939. The bound is the quantile 1 - share, interpolated, inclusive.
+    """
+    valid = mask > 0
+    values = entropy[valid]
+    return valid & (entropy >= (values.quantile(1 - share) if len(values) else 0.0))
 
 
 def _token_weights(
     mask: torch.Tensor, batch: TrainingBatch, normalizer: Normalizer, config: PolicyGradientLossConfig
 ) -> torch.Tensor:
-    """Return what each token counts in the step's loss: [B, T]."""
+    """Return the weight of each token in the step's loss: [B, T]."""
     if config.token_level_loss:
         return mask / max(normalizer.num_valid_tokens, 1.0)
     num_trajectories = max(normalizer.num_valid_trajectories, 1.0)
@@ -142,33 +193,38 @@ def _token_weights(
     return mask / (batch[keys.TRAJECTORY_TOKENS].clamp(min=1) * num_trajectories)[:, None]
 
 
+@torch.no_grad()
 def sampling_weights(
     prev_logprobs: torch.Tensor, generation_logprobs: torch.Tensor, mask: torch.Tensor, config: PolicyGradientLossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights exp(prev - generation) that correct for sampling by the engine, and where they were truncated.
 
     All inputs are [B, T] and 0 where the mask is 0. Both results are [B, T], or [B, 1] for a sequence-level loss,
-    whose weight is the exp of the sequence's sum. Bounds are [truncated_importance_sampling_ratio_min or 0,
-    truncated_importance_sampling_ratio]:
+    whose weight is the exp of the sequence's sum. Neither has a gradient. Bounds are
+    [truncated_importance_sampling_ratio_min or 0, truncated_importance_sampling_ratio]:
 
-    - tis (also where no type is named): weights are clamped to the bounds;
+    - tis (also if no type is named): weights are clamped to the bounds;
     - icepop: weights outside are 0;
-    - seq-mask-tis: all weights of a sequence whose geometric mean weight is outside are 0, others stay as they are.
+    - seq-mask-tis: all weights of a sequence whose geometric mean weight is outside are 0, others stay as they are;
+    - sequence_truncate: each token has the product of its sequence's weights, clamped;
+    - sequence_mask: the same, but 0 if the product is outside.
 
     Weights that are not finite become 0 before anything else.
     """
     log_weights = prev_logprobs - generation_logprobs  # [B, T]
-    weights = finite_exp(log_weights.sum(-1, keepdim=True) if config.is_sequence_level else log_weights)
+    kind = config.truncated_importance_sampling_type
+    has_product = config.is_sequence_level or kind in ("sequence_mask", "sequence_truncate")
+    weights = finite_exp(log_weights.sum(-1, keepdim=True) if has_product else log_weights)
     high = config.truncated_importance_sampling_ratio
     if high is None:
         return weights, torch.zeros_like(weights)
     low = config.truncated_importance_sampling_ratio_min or 0.0
     bounded = weights
-    if config.truncated_importance_sampling_type == "seq-mask-tis":
+    if kind == "seq-mask-tis":
         num_tokens = (mask > 0).sum(-1, keepdim=True).clamp(min=1)
         bounded = torch.exp(log_weights.sum(-1, keepdim=True) / num_tokens)  # [B, 1]
     outside = ~((bounded >= low) & (bounded <= high))
-    if config.truncated_importance_sampling_type in ("icepop", "seq-mask-tis"):
+    if kind in ("icepop", "seq-mask-tis", "sequence_mask"):
         return weights.masked_fill(outside, 0.0), outside.float()
     return weights.clamp(low, high), outside.float()
 
@@ -187,18 +243,27 @@ def weighted_kl(
     generation_logprobs: torch.Tensor,
     config: PolicyGradientLossConfig,
 ) -> torch.Tensor:
-    """Return the estimate times an importance weight, which adds the score function's gradient to the estimate's own.
+    """Return the estimate of each token with the gradient that `reference_policy_kl_gradient` names.
 
-    The weight is exp(lp - stop_gradient(lp)), of value 1, or exp(lp - lp_gen) with `use_on_policy_kl_approximation`.
-    Where the log-ratio is clamped the weight carries no gradient: its direction is unknown there.
+    - score_function: the estimate times a weight that adds the score function's gradient to the estimate's own:
+      exp(lp - stop_gradient(lp)), of value 1, or exp(lp - lp_gen) with `use_on_policy_kl_approximation`. If the
+      log-ratio is clamped the weight carries no gradient: its direction is unknown there;
+    - pathwise: the estimate's own gradient alone;
+    - k2: the gradient of k2, which is the divergence's in expectation.
     """
     log_ratio = reference_logprobs - logprobs
     clamped = _clamp(log_ratio, config.kl_input_clamp_value)
-    behavior_logprobs = generation_logprobs if config.use_on_policy_kl_approximation else logprobs.detach()
-    weight = finite_exp(logprobs - behavior_logprobs)
-    if config.kl_input_clamp_value is not None:
-        weight = torch.where(log_ratio.abs() > config.kl_input_clamp_value, weight.detach(), weight)
-    return _clamp(weight * _estimate(clamped, config.reference_policy_kl_type), config.kl_output_clamp_value)
+    estimate = _estimate(clamped, config.reference_policy_kl_type)
+    if config.reference_policy_kl_gradient == "score_function":
+        behavior_logprobs = generation_logprobs if config.use_on_policy_kl_approximation else logprobs.detach()
+        weight = finite_exp(logprobs - behavior_logprobs)
+        if config.kl_input_clamp_value is not None:
+            weight = torch.where(log_ratio.abs() > config.kl_input_clamp_value, weight.detach(), weight)
+        estimate = weight * estimate
+    elif config.reference_policy_kl_gradient == "k2":
+        square = _estimate(clamped, "k2")
+        estimate = estimate.detach() + square - square.detach()
+    return _clamp(estimate, config.kl_output_clamp_value)
 
 
 def _estimate(log_ratio: torch.Tensor, kl_type: str) -> torch.Tensor:
@@ -239,7 +304,7 @@ def loss_metrics(terms: TokenTerms, num_valid_tokens: float, sample_mask: torch.
 
     With e = lp_prev - lp_gen: token_mult_prob_error exp(|e|), gen_kl_error k3(e), policy_kl_error k3(-e),
     js_divergence_error the mean of both sides' k3 against the mixture (p_prev + p_gen) / 2, approx_entropy
-    -exp(lp - lp_gen) lp. Where the engine's log-prob is not finite, e counts as 0 and the token is counted in
+    -exp(lp - lp_gen) lp. If the engine's log-prob is not finite, e counts as 0 and the token is counted in
     num_nonfinite_generation_logprobs. Minima and maxima of a micro-batch without a valid token are +-inf.
     """
     error, nonfinite = _errors(terms.prev, terms.generation)
@@ -283,7 +348,7 @@ def engine_mismatch_metrics(
 
 
 def _errors(logprobs: torch.Tensor, generation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return lp - lp_gen, 0 where the engine's log-prob is not finite, and the mask of those tokens."""
+    """Return lp - lp_gen, 0 if the engine's log-prob is not finite, and the mask of those tokens."""
     error = logprobs - generation
     nonfinite = ~error.isfinite()
     return error.masked_fill(nonfinite, 0.0).clamp(-MAX_EXP_INPUT, MAX_EXP_INPUT), nonfinite
@@ -318,5 +383,5 @@ def _jensen_shannon(error: torch.Tensor) -> torch.Tensor:
 
 
 def finite_exp(x: torch.Tensor) -> torch.Tensor:
-    """Return exp(x), but 0 where that is not finite; the gradient is finite everywhere."""
+    """Return exp(x), but 0 if that is not finite; the gradient is finite everywhere."""
     return torch.exp(torch.where(x < MAX_EXP_INPUT, x, float("-inf")))

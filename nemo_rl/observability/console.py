@@ -20,8 +20,8 @@ from rich.progress import Progress as RichBars
 from rich.table import Table
 from rich.text import Text
 
-from nemo_rl.config.run import LoggerConfig
-from nemo_rl.errors import CONTROL_CHARACTERS, ConfigError
+from nemo_rl.config.shared_sections import LoggerConfig
+from nemo_rl.errors import CONTROL_CHARACTERS, ConfigError, conceal
 from nemo_rl.observability import heartbeat
 from nemo_rl.types import Trajectory
 
@@ -31,8 +31,16 @@ MAX_CELL_CHARS = 400
 FILE_WIDTH = 120  # columns when the output is not a terminal
 HANDLER_NAME = "nemo_rl"
 TERMINAL_CONTROLS = {code: text for code, text in CONTROL_CHARACTERS.items() if chr(code) not in "\n\t"}
-# Their warnings are about this machine (no CUDA runtime, no tcmalloc), not about the run: only errors are shown.
+# Loggers shown from ERROR on: their warnings concern this machine (no CUDA runtime, no tcmalloc), not the run.
 NOISY_LIBRARIES = ("vllm", "torch.utils.cpp_extension")
+ROLLOUT_LOG_PERIOD_S = 30.0  # between log lines inside a long step
+ETA_WINDOW_STEPS = 20  # steps from which the remaining time is estimated
+STEP_METRICS = ("reward", "loss", "grad_norm", "mean_gen_tokens_per_sample", "truncation_rate")
+PHASES = ("generation", "policy_and_reference_logprobs", "policy_training", "weight_sync")
+LINE_PERIOD_S = 10.0  # between log lines, without a terminal
+WINDOW_S = 30.0  # the rate is measured over about this many seconds
+
+_RUN_DIRECTORY = re.compile(r"exp_(\d+)")
 
 
 def configure_logging(level: int | str = logging.INFO, console: Console | None = None) -> Console:
@@ -57,10 +65,13 @@ def configure_logging(level: int | str = logging.INFO, console: Console | None =
 
 
 class EscapingFormatter(logging.Formatter):
-    """Formats control characters as escapes, except line ends and tabs: a client's text moves no cursor."""
+    """Formats control characters as escapes, except line ends and tabs: a client's text moves no cursor.
+
+    Values that a recipe reads from the environment are shown as their interpolations.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).translate(TERMINAL_CONTROLS)
+        return conceal(super().format(record)).translate(TERMINAL_CONTROLS)
 
 
 def _make_handler(console: Console) -> logging.Handler:
@@ -91,9 +102,6 @@ def check_writable(key: str, directory: str | Path) -> None:
     if not is_usable:
         problem = "may not be written to" if path.is_dir() else "is a file"
         raise ConfigError(key, str(directory), f"{path} {problem}; allowed: a directory, which is made if necessary")
-
-
-_RUN_DIRECTORY = re.compile(r"exp_(\d+)")
 
 
 def make_run_directory(log_dir: str | Path) -> Path:
@@ -140,13 +148,6 @@ def render_table(table: Table, width: int = FILE_WIDTH) -> str:
     with console.capture() as capture:
         console.print(table)
     return "\n" + capture.get().rstrip()
-
-
-ROLLOUT_LOG_PERIOD_S = 30.0  # between log lines inside a long step
-ETA_WINDOW_STEPS = 20  # steps from which the remaining time is estimated
-
-STEP_METRICS = ("reward", "loss", "grad_norm", "mean_gen_tokens_per_sample", "truncation_rate")
-PHASES = ("generation", "policy_and_reference_logprobs", "policy_training", "weight_sync")
 
 
 class Progress:
@@ -313,10 +314,6 @@ def _select(lines: Mapping[str, str], *names: str) -> dict[str, str]:
     return {name: lines[name] for name in names if name in lines}
 
 
-LINE_PERIOD_S = 10.0  # between log lines, without a terminal
-WINDOW_S = 30.0  # the rate is measured over about this many seconds
-
-
 class CollectionProgress:
     """Progress of a collection as log lines."""
 
@@ -329,7 +326,7 @@ class CollectionProgress:
         self._rewards = 0.0
         self._clock = clock
         self._started_at = self._last_log_at = self._window_started_at = clock()
-        self._window_start_count = 0  # of `num_new`, at `_window_started_at`
+        self._window_start_count = 0  # `num_new` at `_window_started_at`
         self._previous_rate: float | None = None
 
     @property

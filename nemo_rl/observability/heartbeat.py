@@ -77,7 +77,7 @@ def is_supervised() -> bool:
 
 
 def record(**changes: Any) -> None:
-    """Count progress of this process; does nothing where it is not supervised."""
+    """Count progress of this process; does nothing if it is not supervised."""
     if _heartbeat is not None:
         _heartbeat.record(**changes)
 
@@ -130,7 +130,7 @@ def read_modules(path: Path) -> list[str]:
 
 
 def read(path: Path) -> Mapping[str, Any]:
-    """Return the state in a heartbeat file; empty where there is none yet."""
+    """Return the state in a heartbeat file; empty if there is none yet."""
     try:
         state = json.loads(path.read_text())
     except (OSError, ValueError):

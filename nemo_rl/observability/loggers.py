@@ -5,6 +5,7 @@ configuration, so large libraries are imported when a logger starts.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -20,8 +21,16 @@ from urllib.parse import urlsplit
 
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.registries import LOGGERS
-from nemo_rl.config.run import CustomLoggerConfig, LoggerConfig, MetricsLoggerConfig, WandbConfig, WandbLoggerConfig
+from nemo_rl.config.shared_sections import (
+    CustomLoggerConfig,
+    LoggerConfig,
+    MetricsLoggerConfig,
+    WandbConfig,
+    WandbLoggerConfig,
+)
+from nemo_rl.durable_files import append_whole
 from nemo_rl.errors import ConfigError
+from nemo_rl.observability.lost_records import LostRecords
 
 if TYPE_CHECKING:
     from nemo_rl.interfaces import Logger
@@ -31,12 +40,14 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 TABLES_DIRECTORY = "tables"
 RUN_ID_FILE = "wandb_run_id"
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 TRAIN_STEP = "train/step"
 VALIDATION_STEP = "validation/step"
 STEP_METRIC_BY_PATTERN = {  # the x axis of each chart
     "train/*": TRAIN_STEP,
     "timing/train/*": TRAIN_STEP,
+    "timing/moves/*": TRAIN_STEP,
     "performance/*": TRAIN_STEP,
     "efficiency/*": TRAIN_STEP,
     "env/*": TRAIN_STEP,
@@ -45,16 +56,21 @@ STEP_METRIC_BY_PATTERN = {  # the x axis of each chart
 }
 
 
-def make_logger(section: LoggerConfig, run_dir: Path, config: Mapping[str, object]) -> "Logger":
-    """Return a logger that forwards to every enabled one; one that cannot start is skipped with a warning."""
+def make_logger(
+    section: LoggerConfig, run_dir: Path, config: Mapping[str, object], *, lost: LostRecords | None = None
+) -> "Logger":
+    """Return a logger that forwards to every enabled one; one that cannot start is skipped with a warning.
+
+    `lost` counts what metrics.jsonl and its tables lack, and what others could not write to a disk.
+    """
     loggers: dict[str, Logger] = {}
     for name, logger_section in section.enabled.items():
         entry = LOGGERS.entry(logger_section.type or name, key=f"logger.loggers.{name}.type")
         try:
             loggers[name] = entry.make(logger_section, run_dir, config)
-        except Exception as error:
+        except Exception as error:  # a lost network: training continues without this logger  # noqa: BLE001
             logger.warning("the %s logger cannot start; training continues without it: %r", name, error)
-    return CompositeLogger(loggers)
+    return CompositeLogger(loggers, lost)
 
 
 def adapt_logger(key: str, path: str, target: Any) -> Entry[CustomLoggerConfig]:
@@ -68,8 +84,9 @@ def adapt_logger(key: str, path: str, target: Any) -> Entry[CustomLoggerConfig]:
 class CompositeLogger:
     """Forwards every call to each of its loggers. An exception of one is logged once and does not reach the others."""
 
-    def __init__(self, loggers: "Mapping[str, Logger]") -> None:
+    def __init__(self, loggers: "Mapping[str, Logger]", lost: LostRecords | None = None) -> None:
         self._loggers = dict(loggers)
+        self._lost = LostRecords() if lost is None else lost
         self._failed: set[str] = set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -88,7 +105,9 @@ class CompositeLogger:
         for name, each in self._loggers.items():
             try:
                 call(each)
-            except Exception as error:  # a full disk or a lost network is no reason to lose the training
+            except Exception as error:  # a full disk or a lost network is no reason to lose the training  # noqa: BLE001
+                if isinstance(each, JsonlLogger) or getattr(error, "errno", None) in DISK_ERRORS:
+                    self._lost.add(METRICS_FILE if isinstance(each, JsonlLogger) else f"the {name} logger")
                 if name not in self._failed:
                     logger.warning(
                         "the %s logger failed; training continues, and its later failures are not shown: %r",
@@ -107,13 +126,12 @@ class JsonlLogger:
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = run_dir
-        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        self._file = os.open(run_dir / METRICS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one line."""
+        """Append one line; raises OSError, and leaves the file as it was, if the disk takes only a part."""
         line = {"step": step, **{name: _to_json_number(value) for name, value in metrics.items()}}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        append_whole(self._file, (json.dumps(line, allow_nan=False) + "\n").encode())
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Write the table to a file of its own."""
@@ -128,7 +146,7 @@ class JsonlLogger:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        os.close(self._file)
 
 
 class TensorboardLogger:
@@ -258,7 +276,7 @@ TENSORBOARD = Entry(MetricsLoggerConfig, make=lambda section, run_dir, config: T
 
 @dataclass(slots=True)
 class _Phase:
-    closed_s: float = 0.0  # of the blocks that have ended
+    closed_s: float = 0.0  # seconds of the blocks that have ended
     open_blocks: int = 0
     opened_at: float = 0.0
 

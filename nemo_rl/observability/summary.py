@@ -51,12 +51,18 @@ def plot_reward_curve(
 
 
 def format_summary(
-    results: str, *, metrics_path: Path, checkpoint: Path | None = None, continue_command: str | None = None
+    results: str,
+    *,
+    metrics_path: Path,
+    checkpoint: Path | None = None,
+    continue_command: str | None = None,
+    lost: str = "",
 ) -> str:
-    """Return the text at the end of a run; `continue_command` is shown unchanged."""
+    """Return the text at the end of a run; `continue_command`, and records that are `lost`, are shown unchanged."""
     lines = [
         *([results] if results else []),
         f"Metrics     {metrics_path}",
+        *([f"Lost        {lost}"] if lost else []),
         f"Checkpoint  {checkpoint or 'none (checkpointing.enabled=true saves one)'}",
         f"Look        nemo-rl view {shlex.quote(str(metrics_path.parent))}",
         *([f"Continue    {continue_command}"] if continue_command else []),
@@ -82,7 +88,7 @@ def summarize_losses(metrics_path: Path) -> str:
 
 
 def read_metric(metrics_path: Path, name: str) -> dict[int, float]:
-    """Return a metric by step, the value logged last for a step; empty where there is no such file."""
+    """Return a metric by step, the value logged last for a step; empty if there is no such file."""
     values: dict[int, float] = {}
     for line in metrics_path.read_text(encoding="utf-8").splitlines() if metrics_path.exists() else ():
         try:

@@ -1,7 +1,7 @@
 """Attention of packed sequences, and of trees of the prefixes that they share: no [T, T] mask of a pack exists.
 
 Transformers' models look their attention up by name. The one registered here lets each token of a pack see its own
-sequence alone, and computes one sequence at a time, or with PyTorch's kernel for variable lengths where the device has
+sequence alone, and computes one sequence at a time, or with PyTorch's kernel for variable lengths if the device has
 it. In a tree (prefix_tree.py) a token sees the tokens of its path, so that each is computed once. The queries of a
 branch and the keys of its whole path are one small attention problem: problems of nearly the same size are gathered
 into one call with padding, so that many short branches take few calls, and a long branch is cut into blocks of queries.
@@ -28,8 +28,8 @@ from nemo_rl.policy.prefix_tree import PrefixTree
 
 PACKED_ATTENTION = "nemo_rl_within_sequences"
 QUERY_BLOCK = 512  # queries of one problem whose keys begin before them
-PAIRS_PER_CALL = 2**24  # of a query and a key, with padding, in one call of several problems
-KEPT_PAIRS = 2**26  # in the masks of a tree that are made once for all layers: 128 MiB in bfloat16
+PAIRS_PER_CALL = 2**24  # pairs of a query and a key, with padding, in one call of several problems
+KEPT_PAIRS = 2**26  # pairs in a tree's masks that are made once for all layers: 128 MiB in bfloat16
 KEPT_KEYS_PER_TOKEN = 4  # gathered for the paths of a tree, up to which the backward pass finds them in memory
 PROBE_WINDOW = 2  # tokens: shorter than the probes' sequences
 
@@ -67,7 +67,7 @@ class PackedSequences:
 
 
 def check_packed_attention(model: PreTrainedModel, key: str) -> None:
-    """Raise ConfigError for `key` where packed sequences would not have the outputs that they have alone.
+    """Raise ConfigError for `key` if packed sequences would have other outputs than alone.
 
     Changes the model's attention to the one that takes a `PackedSequences`.
     """
@@ -88,7 +88,7 @@ def check_packed_attention(model: PreTrainedModel, key: str) -> None:
 
 
 def check_shared_prefixes(model: PreTrainedModel, key: str) -> None:
-    """Raise ConfigError for `key` where tokens of a tree would not have the outputs that they have in their sequences.
+    """Raise ConfigError for `key` if tokens of a tree would have other outputs than in their sequences.
 
     The model's attention is already that of packed sequences (`check_packed_attention`).
     """
@@ -238,7 +238,7 @@ class AttentionCall:
     depths: torch.Tensor  # [J, Q] int64: of the queries; a query sees the keys up to its depth
     num_keys: int  # L
     is_causal: bool  # queries and keys are the same
-    budget: MaskBudget  # of all calls of the tree
+    budget: MaskBudget  # shared by all calls of the tree
     kept_masks: dict[tuple[int | None, torch.dtype], torch.Tensor | None] = field(default_factory=dict)
 
     def needs_mask(self, sliding_window: int | None) -> bool:
@@ -259,7 +259,7 @@ class AttentionCall:
         return self.kept_masks[name] is not None
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return what is added to the scores, [J, 1, Q, L]; None: causal is enough."""
+        """Return the mask added to the scores, [J, 1, Q, L]; None if the causal one is enough."""
         if not self.needs_mask(sliding_window):
             return None
         if self.keeps_mask(sliding_window, dtype):
@@ -314,7 +314,7 @@ def tree_attention(
 ) -> torch.Tensor:
     """Return causal attention along the paths of a tree: from [1, H, N, width] to [1, N, H, width].
 
-    The keys of all paths, and a call's mask, are kept for the backward pass where they are few, else made again in it.
+    The keys of all paths, and a call's mask, are kept for the backward pass if they are few, else made again in it.
     """
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # [N, heads, width]
     are_few = sum(len(call.keys) for call in pack.calls) <= KEPT_KEYS_PER_TOKEN * len(pack.sources)
@@ -349,7 +349,7 @@ def _attend(
 
 
 def _plan(tree: PrefixTree, device: torch.device) -> tuple[tuple[AttentionCall, ...], np.ndarray]:
-    """Return the calls that compute a tree, and where among their queries each token's result is: [N] int64."""
+    """Return the calls that compute a tree, and the index among their queries of each token's result: [N] int64."""
     together: dict[tuple[bool, int, int], list[_Problem]] = {}
     for problem in _problems(tree):
         sizes = problem.is_causal, _rounded(problem.num_queries), _rounded(len(problem.keys))
@@ -378,7 +378,7 @@ def _problems(tree: PrefixTree) -> Iterator[_Problem]:
 def _call(
     problems: Sequence[_Problem], start: int, results: np.ndarray, device: torch.device, budget: MaskBudget
 ) -> AttentionCall:
-    """Return the call of some problems, and set where the results of their queries are, from `start` on."""
+    """Return the call of some problems, and set the indices of their queries' results, from `start` on."""
     num_queries = max(problem.num_queries for problem in problems)
     num_keys = max(len(problem.keys) for problem in problems)
     queries, depths = (np.zeros((len(problems), num_queries), np.int64) for _ in range(2))

@@ -1,8 +1,8 @@
-"""The policy and teachers as the driver calls them: a thread of this process, or one process a rank.
+"""The policy and teachers as the driver calls them: a thread of this process, or one process per rank.
 
-Every call is made on all ranks, and rank 0's result is the result; scores are put together from the ranks' rows. For
-ranks in processes of their own, arguments are pickled: batches, losses and what `run_with_weights` is given. When one
-of them fails the whole group ends with WorkerError, which carries that rank's own traceback.
+Every call runs on all ranks and returns rank 0's result; scores are merged from the ranks' rows. Arguments to ranks in
+processes of their own are pickled: batches, losses and the callables of `run_with_weights`. If one rank fails, the
+whole group ends with WorkerError, which carries that rank's traceback.
 """
 
 import asyncio
@@ -22,8 +22,10 @@ import torch
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import WorkerError, WorkerTimeout
-from nemo_rl.interfaces import LossFn, OffloadPart, TopK
-from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, SentBatch, merge_recorded, merge_rows
+from nemo_rl.interfaces import LossFn, OffloadPart
+from nemo_rl.loss_types import TopK
+from nemo_rl.policy.batch_transfer import SentBatch, merge_recorded, merge_rows
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.policy.worker import make_policy_worker, make_teacher_worker
 from nemo_rl.types import TrainingBatch
 
@@ -46,7 +48,7 @@ class ScoringCalls(ABC):
         """Return the results of a worker's method by rank; raises WorkerTimeout for one that is late."""
 
     def _to_send(self, batch: TrainingBatch) -> Any:
-        """Return what the workers are given for a batch."""
+        """Return the form in which workers receive a batch."""
         return batch
 
     async def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
@@ -63,7 +65,7 @@ class ScoringCalls(ABC):
         await self._call("onload", *parts)
 
     async def _score(self, name: str, batch: TrainingBatch, *args: Any) -> list[torch.Tensor]:
-        """Return the rows of all ranks, of which the first that has a row returns it."""
+        """Return the scores of the whole batch, merged from the ranks' rows."""
         parts = await self._call_all(name, self._to_send(batch), *args)
         return await asyncio.to_thread(compute_in_turn, merge_rows, parts, batch)
 
@@ -91,6 +93,9 @@ class PolicyCalls(ScoringCalls):
     async def run_on_all_ranks(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> Sequence[ResultT]:
         return await self._call_all("run_on_rank", use)
 
+    async def empty_cache(self) -> None:
+        await self._call("empty_cache")
+
     async def save(self, path: Path, *, save_optimizer: bool) -> None:
         """Begin to save into a directory that every rank can reach."""
         await self._call("save", _absolute(path), save_optimizer=save_optimizer)
@@ -110,14 +115,11 @@ def _absolute(path: Path) -> Path:
     return Path(path).absolute()
 
 
-# ---- in this process ----
-
-
 class _OnThread(ScoringCalls):
     """A worker whose calls run on a thread of its own and leave the event loop free.
 
-    A call that takes longer than `<key>.call_timeout_s` raises WorkerTimeout; its thread cannot be stopped, and nothing
-    waits for it any more.
+    A call that takes longer than `<key>.call_timeout_s` raises WorkerTimeout; its thread cannot be stopped and is
+    abandoned.
     """
 
     def __init__(self, key: str, call_timeout_s: float, make_worker: Callable[[], Any]) -> None:
@@ -154,7 +156,7 @@ class LocalPolicy(_OnThread, PolicyCalls):
         super().__init__("policy", config.call_timeout_s, make_worker)
 
     async def close(self) -> None:
-        """Wait for the running call and the running save, and end the thread; a call past its deadline is left."""
+        """Wait for the running call and save, then end the thread; abandon a call past its deadline."""
         try:
             if not self._thread.is_hung:
                 await self._call("close")
@@ -171,7 +173,7 @@ class LocalTeacher(_OnThread):
 
 
 class ThreadHung(Exception):
-    """A call on a thread has missed its deadline, so the thread is of no use any more."""
+    """A call on a thread missed its deadline; the thread is unusable."""
 
 
 class PolicyThread:
@@ -199,7 +201,7 @@ class PolicyThread:
                 raise ThreadHung
             return result.result()
         finally:
-            result.cancel()  # where the caller was cancelled, or has given up: a call that has not begun is dropped
+            result.cancel()  # drops a call that has not begun, if the caller was cancelled or has given up
 
     def run_blocking(self, function: Callable[..., ResultT], *args: Any) -> ResultT:
         """Return the function's result and block until then; for construction, before an event loop has work."""
@@ -217,7 +219,7 @@ class PolicyThread:
         if self._is_closed:
             raise RuntimeError(f"the thread {self._thread.name} is closed")
         future: Future[ResultT] = Future()
-        release_openmp_threads()  # of the caller
+        release_openmp_threads()  # the caller's
         self._calls.put((future, call))
         return future
 
@@ -236,13 +238,10 @@ def _run_call(future: "Future[ResultT]", call: Callable[[], ResultT]) -> None:
         return
     try:
         result = call()
-    except BaseException as error:
+    except BaseException as error:  # raised to the caller, who waits for the future  # noqa: BLE001
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-# ---- in processes of their own ----
 
 
 class _InProcesses(ScoringCalls):
@@ -269,7 +268,7 @@ class _InProcesses(ScoringCalls):
         return self._workers.num_workers
 
     def cancel_task_on_worker_death(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which the death of a rank cancels the task that entered, whatever it is waiting for."""
+        """Return a context that cancels the task inside it when a rank dies, whatever it waits for."""
         return self._workers.cancel_task_on_worker_death()
 
     async def pids(self) -> list[int]:

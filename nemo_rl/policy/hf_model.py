@@ -1,4 +1,4 @@
-"""Hugging Face causal models: loading them, their overrides, their layers, the operations of training them."""
+"""Hugging Face causal models: loading, overrides, layers, and the floating-point operations of training."""
 
 import logging
 import re
@@ -90,7 +90,7 @@ def empty_model(model_path: str, overrides: Mapping[str, Any], *, section: str =
     except Exception as error:  # sizes that contradict each other may raise anything
         problem = f"cannot be loaded as a causal model: {describe_error(error)}"
         raise ConfigError(f"{section}.model_name", model_path, problem) from error
-    with suppress(OSError):  # without such a file the defaults remain
+    with suppress(OSError):  # defaults remain without such a file
         model.generation_config = GenerationConfig.from_pretrained(model_path)
     return model
 
@@ -158,7 +158,7 @@ class LoadedTensors:
 def open_tensors(
     model_path: str, model: PreTrainedModel, overrides: Mapping[str, Any], *, section: str = "policy"
 ) -> ModelTensors:
-    """Return the values of `model` at `model_path`: its safetensors files where they hold the model's own tensors.
+    """Return the values of `model` at `model_path`: its safetensors files if they hold the model's own tensors.
 
     Other files (.bin, one tensor per expert) are loaded as a whole, with a warning. With `overrides`, which may remove
     layers, files may hold more than the model.
@@ -215,8 +215,26 @@ def matmul_parameters(model: nn.Module) -> int:
     return round(sum(p.numel() * (1 if p.requires_grad else 2 / 3) for p in counted))
 
 
+def train_flops(num_parameters: int, config: PreTrainedConfig, lengths: Iterable[int]) -> float:
+    """Return the operations of one forward and backward pass over sequences of these lengths, with causal attention.
+
+    6 N per token for the weights (2 forward, 4 backward) and 6 L H T^2 per sequence for attention, with L layers and H
+    the width of all heads together: forward 2 T^2 H for the scores and 2 T^2 H for the values, half of both under a
+    causal mask, three times that with the backward pass. Recomputation is not counted. For a mixture of experts the
+    number is an upper bound, since all experts are counted.
+
+    Example: N = 1000, L = 2, H = 8, one sequence of 10 tokens: 6*1000*10 + 6*2*8*100 = 69600.
+    """
+    text = config.get_text_config()
+    num_heads = text.num_attention_heads
+    width = num_heads * (getattr(text, "head_dim", None) or text.hidden_size // num_heads)
+    lengths = list(lengths)
+    attention = 6 * text.num_hidden_layers * width * sum(n * n for n in lengths)
+    return float(6 * num_parameters * sum(lengths) + attention)
+
+
 def _find_sources(model_path: str, model: PreTrainedModel) -> dict[str, tuple[Any, str]] | None:
-    """Return the open file of each tensor by the model's name; None, with a warning, where a file holds other ones."""
+    """Return the open file of each tensor by the model's name; None, with a warning, if a file holds others."""
     files = _safetensors_files(model_path)
     reason = None if files else "has no safetensors files"
     transforms = get_model_conversion_mapping(model)

@@ -7,7 +7,7 @@ each compute the logits of their part of the vocabulary and exchange a few numbe
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -20,21 +20,19 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from nemo_rl.distributed.float32 import float32_product
-from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
+from nemo_rl.loss_types import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.attention import PACKED_ATTENTION, PackedSequences, check_packed_attention
 from nemo_rl.policy.hf_model import small_model
+from nemo_rl.policy.linear_logprobs import LinearOptions, is_plain_matrix, linear_logprobs
+from nemo_rl.policy.log_softmax import logprobs_and_entropy
 from nemo_rl.policy.truncation import WHOLE, VocabularyShard
 
 LOGPROBS_ONLY = RequiredScores()
 CPU = torch.device("cpu")
-KEEPS_FLOAT32_LOGITS = True  # of a bfloat16 model; scripts/acceptance clears it to measure what rounding costs
+KEEPS_FLOAT32_LOGITS = True  # for bfloat16 models; scripts/acceptance clears it to measure the cost of rounding
 ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger(__name__)
-
-# Numbers of a block of rows: on a CPU a block stays in its cache; elsewhere each operation is a launch, and a chunk of
-# 1,024 positions of 150k tokens is three blocks, whose intermediate results take 256 MiB each.
-CPU_BLOCK, ACCELERATOR_BLOCK = 2**22, 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,14 @@ class ScoreQuery:
     entropy: bool = False
     topk: int = 0
 
+    @classmethod
+    def at(
+        cls, positions: torch.Tensor, token_ids: torch.Tensor, wanted: RequiredScores, candidates: torch.Tensor | None
+    ) -> "ScoreQuery":
+        """Return the query of N positions in the flattened tokens [B, T] and candidates [B, T, K]."""
+        chosen = None if candidates is None else candidates.flatten(0, 1).index_select(0, positions)
+        return cls(token_ids.flatten()[positions], chosen, entropy=wanted.entropy, topk=wanted.topk)
+
     def part(self, at: slice) -> "ScoreQuery":
         """Return the query of a range of the distributions."""
         candidates = None if self.candidate_ids is None else self.candidate_ids[at]
@@ -54,6 +60,18 @@ class ScoreQuery:
     def split(self, size: int) -> list["ScoreQuery"]:
         """Split into queries of `size` distributions."""
         return [self.part(slice(start, start + size)) for start in range(0, max(len(self.targets), 1), size)]
+
+    def ids(self) -> list[torch.Tensor]:
+        """Return the ids [N, K] of targets and candidates, whose log-probs are needed; padding is 0."""
+        candidates = [] if self.candidate_ids is None else [self.candidate_ids.clamp(min=0)]
+        return [self.targets.unsqueeze(1), *candidates]
+
+    def scores(self, ids: Sequence[torch.Tensor], logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenScores:
+        """Return the scores from the log-probs of `ids` side by side: those of `ids()`, then the top k if needed."""
+        parts = list(logprobs.split([part.shape[1] for part in ids], dim=1))
+        topk = TopK(ids[-1], parts[-1]) if self.topk else None
+        candidates = None if self.candidate_ids is None else parts[1].masked_fill(self.candidate_ids < 0, 0.0)
+        return TokenScores(parts[0].squeeze(1), candidates, entropy if self.entropy else None, topk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +150,10 @@ class CausalLogprobs(nn.Module):
         chunk_size: positions whose logits exist at once; None: all of them.
         packing_key: the configuration key that asks for packed sequences; the model's attention is replaced for good.
             None: sequences are padded.
-        probe_device: where a small model is made for the checks.
+        probe_device: device of the small model for the checks.
 
     Raises:
-        ConfigError: for `packing_key`, where packing would change the model's outputs.
+        ConfigError: for `packing_key`, if packing would change the model's outputs.
     """
 
     def __init__(
@@ -152,9 +170,9 @@ class CausalLogprobs(nn.Module):
         self.temperature = temperature
         self.chunk_size = chunk_size
         self.head = LogitsHead.of(model)
-        self.truncation = WHOLE  # of the distribution that the scores are of
-        self.vocabulary: VocabularyShard | None = None  # of this rank, where the output layer is split
-        self.has_float32_residual = False  # of a bfloat16 model: its layers take and return float32
+        self.truncation = WHOLE  # the scored distribution's
+        self.vocabulary: VocabularyShard | None = None  # this rank's part of a split output layer
+        self.has_float32_residual = False  # layers of a bfloat16 model take and return float32
         probe = small_model(model, probe_device) if model.device.type == "meta" else self.model
         self.is_chunked = self._supports_chunked_logits(probe)
         if not self.is_chunked:
@@ -191,12 +209,7 @@ class CausalLogprobs(nn.Module):
         """
         needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
-        score_query = ScoreQuery(
-            token_ids.flatten()[at],
-            None if candidate_ids is None else candidate_ids.flatten(0, 1).index_select(0, at),
-            entropy=wanted.entropy,
-            topk=wanted.topk,
-        )
+        score_query = ScoreQuery.at(at, token_ids, wanted, candidate_ids)
         inputs: dict[str, Any] = {"input_ids": token_ids}
         if self.is_packed:
             pack = PackedSequences.of(
@@ -206,7 +219,7 @@ class CausalLogprobs(nn.Module):
             at = pack.packed_positions(needed)
         if self.is_chunked:
             hidden = self._hidden_states(inputs).flatten(0, 1).index_select(0, at - 1)
-            scores = score_in_chunks(self._score_hidden, hidden, score_query, size=self.chunk_size)
+            scores = self._score_in_chunks(hidden, score_query)
         else:
             logits = self.model(**inputs, use_cache=False).logits
             scores = self._score_logits(logits.flatten(0, 1).index_select(0, at - 1).float(), score_query)
@@ -214,6 +227,18 @@ class CausalLogprobs(nn.Module):
 
     def _hidden_states(self, inputs: dict[str, Any]) -> torch.Tensor:
         return self.model.base_model(**inputs, use_cache=False).last_hidden_state
+
+    def _score_in_chunks(self, hidden: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
+        """Return the scores of [N, H] hidden states; by `linear_logprobs` if nothing else reads the logits."""
+        output_layer = cast(nn.Module, self.model.get_output_embeddings())
+        reads_logits = score_query.topk > 0 or not self.truncation.is_whole or self.head.softcap is not None
+        is_rounded = hidden.dtype == torch.bfloat16 and not KEEPS_FLOAT32_LOGITS
+        if reads_logits or is_rounded or not is_plain_matrix(output_layer, hidden):
+            return score_in_chunks(self._score_hidden, hidden, score_query, size=self.chunk_size)
+        ids = score_query.ids()
+        options = LinearOptions(self.head.scale / self.temperature, score_query.entropy, self.chunk_size)
+        weight = cast(torch.Tensor, output_layer.weight)
+        return score_query.scores(ids, *linear_logprobs(hidden, weight, torch.cat(ids, dim=1), options))
 
     def _score_hidden(self, hidden: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
         return self._score_logits(self.head(cast(nn.Module, self.model.get_output_embeddings()), hidden), score_query)
@@ -262,115 +287,32 @@ def score_logits(logits: torch.Tensor, score_query: ScoreQuery, shard: Vocabular
     The logits are consumed: their gradient overwrites them. With a `shard` they are [N, v], and every rank gets the
     scores of the whole vocabulary.
     """
-    given, topk = score_query.candidate_ids, None
-    ids = [score_query.targets.unsqueeze(1)]
-    if given is not None:
-        ids.append(given.clamp(min=0))
+    ids = score_query.ids()
     if score_query.topk:
         ids.append(_topk_ids(logits.detach(), score_query.topk, shard))
-    logprobs, entropy = logprobs_and_entropy(logits, torch.cat(ids, dim=1), entropy=score_query.entropy, shard=shard)
-    parts = list(logprobs.split([part.shape[1] for part in ids], dim=1))
-    if score_query.topk:
-        topk = TopK(ids[-1], parts[-1])
-    candidates = None if given is None else parts[1].masked_fill(given < 0, 0.0)
-    return TokenScores(parts[0].squeeze(1), candidates, entropy if score_query.entropy else None, topk)
+    scores = logprobs_and_entropy(logits, torch.cat(ids, dim=1), entropy=score_query.entropy, shard=shard)
+    return score_query.scores(ids, *scores)
 
 
-def logprobs_and_entropy(
-    logits: torch.Tensor, ids: torch.Tensor, *, entropy: bool = False, shard: VocabularyShard | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log_softmax(logits) of `ids`, and the entropy of each row in nats.
+def map_scores(function: Callable[[list[torch.Tensor]], torch.Tensor], parts: Sequence[TokenScores]) -> TokenScores:
+    """Return the scores whose tensors are `function` of the corresponding tensors of `parts`, None for missing ones."""
 
-    Args:
-        logits: [N, V] float32, [N, v] of a `shard`; overwritten by the backward pass, so nothing else may use them.
-        ids: [N, K] int64, of the whole vocabulary.
-        entropy: compute it; otherwise zeros are returned.
-        shard: the part of the vocabulary that the logits belong to; None: all of it. Results, and the gradients that
-            they get, are the same on every rank.
+    def call(values: tuple[Any, ...]) -> Any:
+        if isinstance(values[0], TopK):
+            return TopK(*map(call, zip(*values, strict=True)))
+        return None if values[0] is None else function(list(values))
 
-    Returns:
-        [N, K] and [N], float32.
-    """
-    return _LogprobsAndEntropy.apply(logits, ids, entropy, shard)  # type: ignore[return-value]
+    return TokenScores(*map(call, zip(*parts, strict=True)))
 
 
-def concatenate_scores(parts: list[TokenScores]) -> TokenScores:
+def concatenate_scores(parts: Sequence[TokenScores]) -> TokenScores:
     """Return the scores of consecutive chunks as one."""
-    first = parts[0]
-    topk = None
-    if first.topk is not None:
-        of_parts = [part.topk for part in parts if part.topk is not None]
-        topk = TopK(torch.cat([t.ids for t in of_parts]), torch.cat([t.logprobs for t in of_parts]))
-    return TokenScores(
-        torch.cat([part.logprobs for part in parts]),
-        None if first.candidates is None else torch.cat([p.candidates for p in parts if p.candidates is not None]),
-        None if first.entropy is None else torch.cat([p.entropy for p in parts if p.entropy is not None]),
-        topk,
-    )
+    return map_scores(torch.cat, parts)
 
 
 def scatter_scores(scores: TokenScores, needed: torch.Tensor) -> TokenScores:
     """Scatter [N] and [N, K] scores to the N true positions of `needed`: [B, T] and [B, T, K], 0 elsewhere."""
-    topk = scores.topk
-    return TokenScores(
-        _scatter(scores.logprobs, needed),
-        None if scores.candidates is None else _scatter(scores.candidates, needed),
-        None if scores.entropy is None else _scatter(scores.entropy, needed),
-        None if topk is None else TopK(_scatter(topk.ids, needed), _scatter(topk.logprobs, needed)),
-    )
-
-
-class _LogprobsAndEntropy(torch.autograd.Function):
-    """The gradients of lp = log_softmax(z) and H, with p = exp(lp): d lp_k / dz = 1_k - p, d H / dz = -p (lp + H).
-
-    Of a shard, z is a part of the logits: log-sum-exp, H and the lp_k are summed over ranks, and a rank computes the
-    gradient of its part alone.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, ids: torch.Tensor, wants_entropy: bool, shard: VocabularyShard | None
-    ) -> Any:
-        log_total, entropy = logits.new_zeros(len(logits)), logits.new_zeros(len(logits))
-        for rows in _row_blocks(logits):
-            log_total[rows] = logits[rows].logsumexp(-1)
-        is_here = None
-        if shard is not None:
-            log_total = torch.stack(shard.all_gather(log_total)).logsumexp(0)
-            ids = ids - shard.first
-            is_here = (ids >= 0) & (ids < logits.shape[1])
-            ids = ids.clamp(0, logits.shape[1] - 1)
-        for rows in _row_blocks(logits) if wants_entropy else ():
-            logprobs = logits[rows] - log_total[rows].unsqueeze(1)
-            entropy[rows] = -logprobs.exp().mul_(logprobs).sum(-1)
-        chosen = logits.gather(1, ids) - log_total.unsqueeze(1)
-        if shard is not None and is_here is not None:
-            chosen.masked_fill_(~is_here, 0.0)
-            summed = shard.all_reduce_sum(torch.cat([chosen, entropy.unsqueeze(1)], dim=1))
-            chosen, entropy = summed[:, :-1].contiguous(), summed[:, -1].contiguous()
-        ctx.save_for_backward(logits, ids, log_total, entropy, is_here)
-        ctx.wants_entropy = wants_entropy
-        return chosen, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> Any:
-        logits, ids, log_total, entropy, is_here = ctx.saved_tensors
-        gradient = logits.detach()  # the same memory; autograd refuses a second pass through it
-        of_ids = grad_logprobs if is_here is None else grad_logprobs.masked_fill(~is_here, 0.0)
-        for rows in _row_blocks(logits):
-            logprobs = gradient[rows].sub_(log_total[rows].unsqueeze(1))
-            factor = -grad_logprobs[rows].sum(-1, keepdim=True)
-            if ctx.wants_entropy:
-                factor = factor - grad_entropy[rows].unsqueeze(1) * (logprobs + entropy[rows].unsqueeze(1))
-            logprobs.exp_().mul_(factor).scatter_add_(1, ids[rows], of_ids[rows])
-        return gradient, None, None, None
-
-
-def _row_blocks(logits: torch.Tensor) -> Iterator[slice]:
-    block = CPU_BLOCK if logits.device.type == "cpu" else ACCELERATOR_BLOCK
-    size = max(1, block // logits.shape[1])
-    return (slice(start, start + size) for start in range(0, len(logits), size))
+    return map_scores(lambda values: _scatter(values[0], needed), [scores])
 
 
 def _topk_ids(logits: torch.Tensor, k: int, shard: VocabularyShard | None) -> torch.Tensor:

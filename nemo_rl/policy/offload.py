@@ -1,17 +1,18 @@
 """Moving a model's parts between the accelerator and host memory that is kept, pinned, from one move to the next.
 
-A part moves by the storages of its tensors: their bytes are copied and the storage is emptied in place. So whatever
-shares a storage (tied weights, views, the flat shards of FSDP2) needs no care, and no object is replaced.
+A part moves by the storages of its tensors: their bytes are copied and the storage is emptied in place. Tensors
+that share a storage (tied weights, views, FSDP2's flat shards) need no care, and no object is replaced.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from nemo_rl.distributed.devices import memory_of_device
 from nemo_rl.interfaces import OffloadPart
 
 CHUNK_BYTES = 2**28  # a power of two: torch rounds the size of pinned memory up to one
@@ -19,19 +20,47 @@ CHUNK_BYTES = 2**28  # a power of two: torch rounds the size of pinned memory up
 
 @dataclass(slots=True)
 class _HostCopy:
-    """The host memory of one part, and the storages that are in it at the moment."""
+    """The host memory of one part, and the storages that it currently holds."""
 
     chunks: list[torch.Tensor] = field(default_factory=list)  # uint8, of equal size
     away: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)  # emptied, with their bytes
     frozen: list[tuple[int, int]] = field(default_factory=list)  # storages whose values the chunks hold for good
+    arrival: Any = None  # event after the copies of its return; None once the current stream waits for it
+
+
+class ReturnStream:
+    """The stream on which parts return, beside the computation; on a CPU a copy is done when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        """Queue the copies inside after all that the current stream has been given."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def record(self) -> Any:
+        """Return an event after the copies so far; None on a CPU."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def let_current_wait(self, event: Any) -> None:
+        """Let the current stream wait for an event; the host goes on."""
+        assert self._stream is not None
+        torch.cuda.current_stream(self._stream.device).wait_event(event)
 
 
 class Offloader:
     """Moves parts off a device and back, each through buffers that are made once and grow with the part.
 
-    Copies of one move are queued on the current stream and awaited together, by one synchronization. The values of
-    `frozen` parts never change, so they are copied out once. On a CPU, where there is nothing to gain, the same code
-    runs with memory that is not pinned.
+    Copies to the host are queued on the current stream and awaited together, by one synchronization. Copies back run on
+    a stream of their own, part by part in the order of `onload`: a user of a part calls `await_arrival`, and computes
+    with it while the next ones arrive. The values of `frozen` parts never change, so they are copied out once. On a CPU
+    the same code runs with unpinned memory, to no gain.
     """
 
     def __init__(
@@ -40,12 +69,14 @@ class Offloader:
         *,
         frozen: Iterable[OffloadPart] = (),
         chunk_bytes: int = CHUNK_BYTES,
-        synchronize: Callable[[], None] | None = None,
+        synchronize_device: Callable[[], None] | None = None,
+        stream: ReturnStream | None = None,
     ) -> None:
         self._device = device
         self._frozen = frozenset(frozen)
         self._chunk_bytes = chunk_bytes
-        self._synchronize = synchronize or (lambda: _synchronize(device))
+        self._synchronize = synchronize_device or (lambda: synchronize(device))
+        self._stream = stream or ReturnStream(device)
         self._copies: dict[OffloadPart, _HostCopy] = {}
 
     def is_away(self, part: OffloadPart) -> bool:
@@ -67,6 +98,7 @@ class Offloader:
             copy = self._copies.setdefault(part, _HostCopy())
             if copy.away:
                 continue
+            self.await_arrival([part])
             copy.away = [(storage, storage.nbytes()) for storage in _storages(tensors, self._device)]
             identities = [(storage._cdata, size) for storage, size in copy.away]
             if part not in self._frozen or identities != copy.frozen:
@@ -83,15 +115,21 @@ class Offloader:
 
     @torch.no_grad()
     def onload(self, parts: Iterable[OffloadPart]) -> None:
-        """Copy the parts that are away back to the device."""
-        returning = [self._copies[part] for part in parts if self.is_away(part)]
-        for copy in returning:
+        """Begin to copy the parts that are away back to the device, in this order; `await_arrival` before their use."""
+        for copy in [self._copies[part] for part in parts if self.is_away(part)]:
             for storage, size in copy.away:
                 storage.resize_(size)
-            self._copy(copy, to_host=False)
+            with self._stream.copies():
+                self._copy(copy, to_host=False)
+            copy.arrival = self._stream.record()
             copy.away = []
-        if returning:
-            self._synchronize()
+
+    def await_arrival(self, parts: Iterable[OffloadPart]) -> None:
+        """Let what is queued next on the current stream find these parts on the device."""
+        for copy in [self._copies[part] for part in parts if part in self._copies]:
+            if copy.arrival is not None:
+                self._stream.let_current_wait(copy.arrival)
+                copy.arrival = None
 
     def _copy(self, copy: _HostCopy, *, to_host: bool) -> None:
         """Queue the copies of one part, whose storages are laid out one after another in its chunks."""
@@ -133,38 +171,7 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator
             yield storage
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of a CUDA device; a no-op on others."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-TRAINING_BYTES = 12  # per parameter: a gradient and two moments of Adam in float32, which are made by the first step
-UNSHARDED_BYTES = 6  # per parameter on several ranks: its gathered bfloat16 weight and float32 gradient
-ACTIVATION_SHARE = 0.15  # of the device's memory
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceRoom:
-    """The memory of a rank's device, in bytes, with policy and engine on it; and the model's size."""
-
-    num_parameters: int
-    free_bytes: int
-    total_bytes: int
-
-    def holds_training(self, num_shards: int) -> bool:
-        """Return whether the policy can train without offloading anything, its state split over `num_shards` ranks.
-
-        Example: 1.5e9 parameters on one rank need 18 GB and, of 141 GB, 21 GB for activations.
-        """
-        per_parameter = TRAINING_BYTES / num_shards + (UNSHARDED_BYTES if num_shards > 1 else 0)
-        needed = per_parameter * self.num_parameters + ACTIVATION_SHARE * self.total_bytes
-        return needed <= self.free_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class MeasureRoom:
-    """Measures the device of the rank that it is called on, with the policy's weights. Picklable."""
-
-    def __call__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> DeviceRoom:
-        num_parameters = sum(tensor.numel() for _, tensor in weights)
-        return DeviceRoom(num_parameters, *memory_of_device())

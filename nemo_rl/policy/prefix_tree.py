@@ -12,17 +12,17 @@ from itertools import pairwise
 
 import numpy as np
 
-ENTRIES_PER_TOKEN = 32  # of [S, T], padding included, for each token of a pack's budget: scores have these shapes
+ENTRIES_PER_TOKEN = 32  # entries of [S, T] with padding, the shape of scores, per token of a pack's budget
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Consecutive tokens of one sequence that begin where it parts from the sequences before it."""
+    """Consecutive tokens of one sequence, from where it diverges from the sequences before it."""
 
     sequence: int  # a sequence that contains it
     start: int  # tokens of that sequence before the branch: its path from the root
     first: int  # position of its first token in the row
-    length: int  # at least 1
+    length: int  # 1 or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PrefixTree:
     Example: the sequences (5, 6, 7), (5, 6, 8) and (5,) are the row 5, 6, 8, 7 of two branches.
     """
 
-    branches: tuple[Branch, ...]  # in the order of the row; a branch follows those that its path is in
+    branches: tuple[Branch, ...]  # the row's order; a branch follows those of its path
     positions: np.ndarray  # [S, T] int64: of each token in the row; 0 for padding
     depths: np.ndarray  # [N] int64: tokens before it on its path, which is its position in its sequences
     sources: np.ndarray  # [N] int64: an entry of the flattened [S, T] that has the token
@@ -89,7 +89,7 @@ class TreeSizes:
 
     def __init__(self, token_ids: np.ndarray, lengths: Sequence[int]) -> None:
         self.order, shared = sort_by_prefix(token_ids, lengths)
-        self.lengths = np.asarray(lengths, np.int64)[self.order]  # by rank
+        self.lengths = np.asarray(lengths, np.int64)[self.order]  # indexed by rank
         self._minima = [shared]  # the least of 1, 2, 4, ... entries from each one on
         for level in range(len(shared).bit_length() - 1):
             step = 1 << level
@@ -191,7 +191,8 @@ def _balance(
 
 
 def _split_largest(sizes: TreeSizes, packs: list[np.ndarray]) -> bool:
-    """Split the largest pack in two, so that the larger part is as small as it can be; False where none is smaller."""
+    """Split the largest pack in two, so that the larger part is as small as possible; return False if it cannot
+    be smaller."""
     largest = max(range(len(packs)), key=lambda i: sizes.tokens(packs[i]))
     pack = packs[largest]
     added = sizes.added(pack)

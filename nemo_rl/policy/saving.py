@@ -16,12 +16,14 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from nemo_rl.errors import CheckpointError, summarize_error
+from nemo_rl.policy.host_copies import HostCopies
 from nemo_rl.policy.ranks import CHECKPOINT_TIMEOUT_S, checkpoint_group
 
 SCHEDULE_FILE = "schedule.pt"
@@ -30,13 +32,38 @@ SCHEDULE_FILE = "schedule.pt"
 class BackgroundSave:
     """Saves that return once everything is copied; at most one is being written.
 
+    Copies go into host memory that is kept from save to save, pinned for a GPU: weights into `memory`, an optimizer's
+    state into torch's stager, which keeps a copy per storage of the state.
+
     Consumes: copies of weights and optimizer state. Produces: files. Waits for: the disk; optimizer files also for the
     other ranks. Unblocked by: `finish`, which the next save and every load call too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: list[tuple[Path, Future[Any]]] = []
+        self._make_memory()
+
+    def _make_memory(self) -> None:
+        is_cuda = self._device.type == "cuda"
+        self.memory = HostCopies(self._device)
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=is_cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=is_cuda,  # by one synchronization
+            )
+        )
+
+    def copy_weights(
+        self, weights: Iterator[tuple[str, torch.Tensor]], *, is_rank0: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Return copies of all weights on rank 0, and nothing on the other ranks, which help to gather them."""
+        copies = {name: self.memory.copy(tensor) for name, tensor in weights if is_rank0}
+        self.memory.wait()
+        return copies
 
     def begin_weights(
         self, copies: Mapping[str, torch.Tensor], model: PreTrainedModel, directory: Path, *, config_dtype: str
@@ -56,11 +83,16 @@ class BackgroundSave:
 
     def begin_optimizer(self, module: nn.Module, optimizer: Optimizer, directory: Path) -> None:
         """Begin to write an optimizer's state; called on every rank, each of which writes its part."""
-        self.begin_state(get_optimizer_state_dict(module, optimizer), directory)
+        self._begin_state(get_optimizer_state_dict(module, optimizer), directory, self._stager)
 
-    def begin_state(self, state: Mapping[str, Any], directory: Path) -> None:
-        """Begin to write an optimizer's state dict, keyed by parameter name; called on every rank with its part."""
-        future: Any = dcp.async_save({"optimizer": state}, checkpoint_id=directory, process_group=checkpoint_group())
+    def begin_state(self, copies: Mapping[str, Any], directory: Path) -> None:
+        """Begin to write an optimizer's state dict of copies, keyed by parameter name; called on every rank."""
+        self._begin_state(copies, directory, AlreadyCopied())
+
+    def _begin_state(self, state: Mapping[str, Any], directory: Path, stager: AsyncStager) -> None:
+        future: Any = dcp.async_save(
+            {"optimizer": state}, checkpoint_id=directory, process_group=checkpoint_group(), async_stager=stager
+        )
         self._running.append((directory, future))
 
     @property
@@ -76,12 +108,16 @@ class BackgroundSave:
         """
         running, self._running = self._running, []
         errors: list[CheckpointError] = []
-        for directory, future in running:  # all of them: none may write any more when this returns
+        for directory, future in running:  # all of them, so that nothing is written after this returns
             try:
                 future.result(timeout=CHECKPOINT_TIMEOUT_S)
-            except (Exception, CheckpointException) as error:  # a writer's, here or on another rank
+            except (Exception, CheckpointException) as error:  # a writer's, here or on another rank  # noqa: BLE001
                 errors.append(CheckpointError(f"{directory} cannot be written: {error}"))
                 errors[-1].__cause__ = error
+        if all(future.done() for _, future in running):
+            self.memory.restart()
+        else:  # a writer past its deadline still reads the copies
+            self._make_memory()
         if errors:
             raise errors[0]
 
@@ -91,23 +127,22 @@ class BackgroundSave:
             self.finish()
         finally:
             self._writer.shutdown()
+            self._stager.close()
 
 
-def copy_weights_to_cpu(
-    weights: Iterator[tuple[str, torch.Tensor]], *, is_rank0: bool = True
-) -> dict[str, torch.Tensor]:
-    """Return copies of all weights on the CPU of rank 0, and nothing on the other ranks, which help to gather them."""
-    copies: dict[str, torch.Tensor] = {}
-    for name, tensor in weights:
-        if is_rank0:
-            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    return copies
+class AlreadyCopied(AsyncStager):
+    """The stager of a state dict whose tensors are copies."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: Any) -> Any:
+        return state_dict
 
 
 def save_weights(
     tensors: Mapping[str, torch.Tensor], model: PreTrainedModel, directory: Path, *, config_dtype: str
 ) -> None:
-    """Write config.json, generation_config.json and safetensors files of what `copy_weights_to_cpu` returned.
+    """Write config.json, generation_config.json and safetensors files of what `BackgroundSave.copy_weights` returned.
 
     The tensors are float32, so that training resumes exactly. `config_dtype` is named in config.json: transformers and
     vLLM load the weights in it unless told otherwise.
@@ -129,11 +164,11 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, directory: Path) -> 
 
 
 def load_state(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the saved values for the keys of `state`; raises CheckpointError where one is missing."""
+    """Return the saved values for the keys of `state`; raises CheckpointError if one is missing."""
     requested = {"optimizer": state}
     try:
         dcp.load(requested, checkpoint_id=directory, process_group=checkpoint_group())
-    except CheckpointException as error:  # from any rank
+    except CheckpointException as error:  # raised on every rank
         causes = "; ".join(sorted({summarize_error(failure[0]) for failure in error.failures.values()}))
         raise CheckpointError(f"{directory} cannot be read, or is of another optimizer: {causes}") from error
     return requested["optimizer"]

@@ -11,11 +11,11 @@ from nemo_rl import batch as keys
 from nemo_rl.config.policy import ServedModelConfig
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
 from nemo_rl.errors import ConfigError, PolicyError
-from nemo_rl.interfaces import TopK
+from nemo_rl.loss_types import TopK
 from nemo_rl.types import TrainingBatch
 
 PATH = "/v1/completions"
-TOO_MANY_LOGPROBS = "max allowed"  # in vLLM's refusal of more log-probs than its --max-logprobs
+TOO_MANY_LOGPROBS = "max allowed"  # words of vLLM's refusal of more log-probs than its --max-logprobs
 
 PromptLogprobs = Sequence[Mapping[str, Mapping[str, Any]] | None]  # per token: by id, its log-prob and more
 
@@ -28,7 +28,7 @@ class ServedTeacher:
     """
 
     def __init__(self, key: str, section: ServedModelConfig) -> None:
-        """Connect to the section's servers; raises ConfigError where `api_key_env` is not set.
+        """Connect to the section's servers; raises ConfigError if `api_key_env` is not set.
 
         `key` is that of the section, for errors.
         """
@@ -142,7 +142,7 @@ def _logprob(entry: Mapping[str, Mapping[str, Any]] | None, token_id: int) -> fl
 
 
 def _topk(entry: Mapping[str, Mapping[str, Any]] | None, k: int) -> list[tuple[int, float]]:
-    """Return the k most likely tokens; the server adds the prompt's own token where it is not among them."""
+    """Return the k most likely tokens; the server adds the prompt's own token if it is not among them."""
     tokens = [(int(token_id), _to_logprob(found)) for token_id, found in (entry or {}).items()]
     if len(tokens) < k:
         raise PolicyError(f"the teacher's server returned {len(tokens)} of the {k} most likely tokens")

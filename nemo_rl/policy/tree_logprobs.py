@@ -1,8 +1,8 @@
 """Log-probs of sequences that share prefixes: each distinct prefix goes through the model, and its head, once.
 
-A position of the tree predicts a different next token for each of its children, so what is scored is a pair of a
-position and a next token. Scores are put back at every place of [B, T] that has the pair, where autograd adds up what
-the branches send back. B rows, T tokens, D positions that predict something, Q queries of them, E needed entries.
+A position of the tree predicts a different next token for each of its children, so a query is a pair of a position and
+a next token. Scores are scattered to every entry of [B, T] with that pair, and autograd sums the branches' gradients.
+B rows, T tokens, D positions that predict something, Q queries of them, E needed entries.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from nemo_rl.interfaces import RequiredScores, TokenScores, TopK
+from nemo_rl.loss_types import RequiredScores, TokenScores
 from nemo_rl.policy.attention import PACKED_ATTENTION, SharedPrefixes, check_shared_prefixes
 from nemo_rl.policy.hf_model import small_model
 from nemo_rl.policy.logprobs import (
@@ -25,6 +25,7 @@ from nemo_rl.policy.logprobs import (
     ScoreQuery,
     call_with_recompute,
     concatenate_scores,
+    map_scores,
     scatter_scores,
 )
 
@@ -40,7 +41,7 @@ class SharedPrefixLogprobs(CausalLogprobs):
         sharing_key: the configuration key that asks for it.
 
     Raises:
-        ConfigError: for `sharing_key`, where the outputs of a token depend on more than the tokens up to it.
+        ConfigError: for `sharing_key`, if the outputs of a token depend on more than the tokens up to it.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class SharedPrefixLogprobs(CausalLogprobs):
         else:
             logits = self.model(**inputs, use_cache=False).logits[0].index_select(0, queries.predictors).float()
             scores = queries.score(nn.Identity(), self._score_logits, logits, score_query, size=None)
-        return scatter_scores(_select(scores, queries.of_entry), needed)
+        scores = map_scores(lambda values: values[0].index_select(0, queries.of_entry), [scores])
+        return scatter_scores(scores, needed)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         output_layer = self.model.get_output_embeddings()
@@ -146,8 +148,8 @@ class TreeQueries:
         return concatenate_scores([*(parts[0] for parts in chunks), *(part for parts in chunks for part in parts[1:])])
 
     def _chunks(self, size: int) -> Iterator[tuple[slice, slice]]:
-        """Yield ranges of `predictors` and of `further` that belong together, of at most `size` queries where one
-        position has no more."""
+        """Yield ranges of `predictors` and of `further` that belong together, of at most `size` queries unless
+        one position has more."""
         number = len(self.predictors)
         ends = (torch.bincount(self.further, minlength=number) + 1).cumsum(0).cpu().numpy()
         start = done = 0
@@ -165,7 +167,7 @@ def _score_chunk(
     further: ScoreQuery,
     rows: torch.Tensor,
 ) -> list[TokenScores]:
-    """Return the scores of each row's first query, then, where there are any, of the further queries of `rows`."""
+    """Return the scores of each row's first query, then of the further queries of `rows`, if any."""
     logits = logits_of(hidden)
     copies = logits.index_select(0, rows)  # the backward pass of the scores overwrites their logits
     scores = [score_logits(logits, first)]
@@ -173,19 +175,8 @@ def _score_chunk(
 
 
 def _first_of_each(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of the first of each different value, in the order of values, and each one's rank among them."""
+    """Return the index of each distinct value's first occurrence, in the order of values, and each entry's rank."""
     distinct, rank = torch.unique(values, return_inverse=True)
     indices = torch.arange(len(values), device=values.device)
     first = torch.full_like(distinct, len(values)).scatter_reduce_(0, rank, indices, "amin")
     return first, rank
-
-
-def _select(scores: TokenScores, index: torch.Tensor) -> TokenScores:
-    """Return the scores at `index` of each tensor."""
-    topk = scores.topk
-    return TokenScores(
-        scores.logprobs.index_select(0, index),
-        None if scores.candidates is None else scores.candidates.index_select(0, index),
-        None if scores.entropy is None else scores.entropy.index_select(0, index),
-        None if topk is None else TopK(topk.ids.index_select(0, index), topk.logprobs.index_select(0, index)),
-    )

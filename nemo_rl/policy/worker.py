@@ -1,8 +1,8 @@
 """Workers: a model on one rank, whichever backend computes. A policy worker trains it, a teacher worker scores with it.
 
 A backend (`fsdp2/worker.py`, `megatron/worker.py`) implements the abstract methods; its entry makes the worker, and
-backends of one's own are adapted here. `driver.py` runs a worker in this process, or one a rank in processes of their
-own.
+`custom_backend.py` adapts a user's own. `driver.py` runs a worker in this process, or one per rank in processes of
+their own.
 """
 
 import logging
@@ -13,25 +13,26 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, get_args
 
 import torch
-from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
-from nemo_rl.config.kinds import Entry
-from nemo_rl.config.policy import BackendConfig, PolicyConfig, TeacherConfig
+from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.distributed.devices import prepare_allocator, resolve_device
 from nemo_rl.distributed.float32 import allow_bfloat16_units
-from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
-from nemo_rl.interfaces import LossFn, OffloadPart, RequiredScores, TokenScores
+from nemo_rl.errors import CheckpointError, PolicyError
+from nemo_rl.interfaces import LossFn, OffloadPart
+from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy import micro_batches
+from nemo_rl.policy.batch_transfer import ScoredRows, collect_rows
+from nemo_rl.policy.hf_model import train_flops
 from nemo_rl.policy.logprobs import LOGPROBS_ONLY
 from nemo_rl.policy.offload import Offloader
-from nemo_rl.policy.ranks import RankLayout, ScoredRows, collect_rows, join
-from nemo_rl.policy.saving import BackgroundSave, copy_weights_to_cpu, load_schedule, save_schedule
-from nemo_rl.policy.training import OptimizerStep, RecordedLoss, reduce_over_optimizer_steps
+from nemo_rl.policy.ranks import RankLayout, join
+from nemo_rl.policy.saving import BackgroundSave, load_schedule, save_schedule
+from nemo_rl.policy.step_report import OptimizerStep, reduce_over_optimizer_steps
 from nemo_rl.policy.truncation import WHOLE, Truncation
 from nemo_rl.types import TrainingBatch
 
@@ -75,7 +76,7 @@ class ScoringWorker(ABC, Generic[ConfigT]):
     def logprobs(self, batch: TrainingBatch) -> ScoredRows | None:
         """Return log_softmax(logits / temperature) of the tokens with a mask, else 0, of this rank's rows, in float32.
 
-        None on a rank whose rows another one returns.
+        None on a rank whose rows another rank returns.
         """
         self._require("weights")
         return self._logprobs(self.module, batch)
@@ -113,22 +114,46 @@ class ScoringWorker(ABC, Generic[ConfigT]):
         return Offloader(self.device, frozen=self._frozen_parts)
 
     def _require(self, *parts: OffloadPart) -> None:
-        """Raise PolicyError where one of these parts is offloaded."""
+        """Raise PolicyError if one of these parts is offloaded; what is queued next finds them on the device."""
         away = [part for part in parts if self._offloader.is_away(part)]
         if away:
             raise PolicyError(f"{', '.join(away)} of rank {self.layout.rank} are offloaded; call onload first")
+        self._offloader.await_arrival(parts)
 
     def _logprobs(self, module: nn.Module, batch: TrainingBatch) -> ScoredRows | None:
         scored = self._iter_scores(module, batch, LOGPROBS_ONLY)
         return self._collect((rows, (scores.logprobs,)) for rows, scores in scored)
 
     def _collect(self, scored: Iterable[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]) -> ScoredRows | None:
-        """Return this rank's rows on the one of the ranks that share them which stands for all."""
+        """Return this rank's rows on the data-parallel leader, else None."""
         if self.layout.is_dp_leader:
             return collect_rows(scored)
-        for _ in scored:  # to its end: the ranks compute together
+        for _ in scored:  # the ranks compute together, so each iterates to the end
             pass
         return None
+
+
+class RecordedLoss:
+    """A loss that keeps its input log-probs with the numbers of their rows (`batch.RECORDED`)."""
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        self._loss_fn = loss_fn
+        self.required_keys = loss_fn.required_keys | {keys.RECORDED}
+        self.required_scores = loss_fn.required_scores
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # (numbers [n], log-probs [n, t]) on their device
+
+    def __call__(
+        self, scores: TokenScores, batch: TrainingBatch, normalizer: Normalizer
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        self._kept.append((batch[keys.RECORDED], scores.logprobs.detach().clone()))
+        return self._loss_fn(scores, batch, normalizer)
+
+    def recorded(self) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor]]]:
+        """Yield (numbers, log-probs) of the rows that have a number, on the CPU; waits for the device."""
+        for numbers, logprobs in self._kept:
+            chosen = numbers.cpu() >= 0
+            if chosen.any():
+                yield numbers.cpu()[chosen], (logprobs.cpu()[chosen],)
 
 
 class SupportsOptimizerStep(Protocol):
@@ -162,12 +187,12 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
     """
 
     _frozen_parts = ("reference",)
-    _reference: nn.Module | None  # with the initial weights
-    _num_matmul_parameters: int  # of the whole model
+    _reference: nn.Module | None  # the policy with its initial weights
+    _num_matmul_parameters: int  # counted over the whole model
     _optimizer: Optimizer
     _scheduler: LRScheduler | None
     _trainer: SupportsOptimizerStep
-    _recorded: RecordedLoss | None = None  # of the last training step
+    _recorded: RecordedLoss | None = None  # log-probs of the last training step
 
     def __init__(
         self,
@@ -193,7 +218,7 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
             num_samples_per_step, config.train_global_batch_size
         )
         self._tokenizer = tokenizer
-        self._saving = BackgroundSave()
+        self._saving = BackgroundSave(self.device)
         torch.manual_seed(seed)
         self._build_model(model_path, temperature=temperature, needs_reference=needs_reference, seed=seed)
 
@@ -250,16 +275,21 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
     def recorded_logprobs(self) -> ScoredRows | None:
         """Return the log-probs of the last step's `recorded` rows that this rank has trained on, by their numbers.
 
-        None on a rank that has none, or whose rows another one returns.
+        None on a rank without such rows, or if another rank returns them.
         """
         recorded, self._recorded = self._recorded, None
         return None if recorded is None else self._collect(recorded.recorded())
+
+    def empty_cache(self) -> None:
+        """Return the allocator's unused memory to the device; a no-op on a CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT | None:
         """Call `use` with (name, tensor) pairs on rank 0; the other ranks help to gather them and return None.
 
         Tensors are gathered one at a time as `use` asks for them, each in memory of its own. On a single rank in
-        float32 they are the live weights: they are not to be written to, and not to be kept until the next training.
+        float32 they are the live weights: do not write to them, and do not keep them until the next training.
         """
         return call_on_rank0(use, self._published_weights(), is_rank0=self._is_rank0)
 
@@ -273,7 +303,7 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
                 pass
 
     def _published_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the weights in the dtype of engines, where the policy computes: also those that stay on the CPU."""
+        """Return the weights in the engines' dtype on the policy's device, also with cpu_offload."""
         self._require("weights")
         dtype = torch.float32 if self.config.precision == "float32" else torch.bfloat16
         return ((name, tensor.to(self.device)) for name, tensor in self._named_weights(dtype))
@@ -299,7 +329,7 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         self._start_optimizer_save(path / "optimizer")
 
     def _start_weights_save(self, path: Path) -> None:
-        copies = copy_weights_to_cpu(self._named_weights(torch.float32), is_rank0=self._is_rank0)
+        copies = self._saving.copy_weights(self._named_weights(torch.float32), is_rank0=self._is_rank0)
         if self._is_rank0:
             self._saving.begin_weights(copies, self._model, path / "weights", config_dtype=self.config.precision)
         if self._is_rank0 and self._tokenizer is not None:
@@ -412,24 +442,6 @@ def call_on_rank0(
             pass
 
 
-def train_flops(num_parameters: int, config: PreTrainedConfig, lengths: Iterable[int]) -> float:
-    """Return the operations of one forward and backward pass over sequences of these lengths, with causal attention.
-
-    6 N per token for the weights (2 forward, 4 backward) and 6 L H T^2 per sequence for attention, with L layers and H
-    the width of all heads together: forward 2 T^2 H for the scores and 2 T^2 H for the values, half of both under a
-    causal mask, three times that with the backward pass. Recomputation is not counted. For a mixture of experts the
-    number is an upper bound, since all experts are counted.
-
-    Example: N = 1000, L = 2, H = 8, one sequence of 10 tokens: 6*1000*10 + 6*2*8*100 = 69600.
-    """
-    text = config.get_text_config()
-    num_heads = text.num_attention_heads
-    width = num_heads * (getattr(text, "head_dim", None) or text.hidden_size // num_heads)
-    lengths = list(lengths)
-    attention = 6 * text.num_hidden_layers * width * sum(n * n for n in lengths)
-    return float(6 * num_parameters * sum(lengths) + attention)
-
-
 def make_policy_worker(config: PolicyConfig, **arguments: Any) -> PolicyWorker:
     """Return a policy worker of the chosen backend; `arguments` are those of `PolicyWorker` but `config`."""
     section = config.parallelism
@@ -441,21 +453,3 @@ def make_teacher_worker(config: TeacherConfig, *, section: str, **arguments: Any
     chosen = config.parallelism
     entry = config.BACKENDS.entry(chosen.backend, key=f"{section}.backend")
     return entry.make(chosen, config, section=section, **arguments)
-
-
-class CustomBackendConfig(BackendConfig):
-    """Options of a worker class that is named by dotted path; it runs on data-parallel ranks alone."""
-
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # of the class, besides the arguments of every worker
-
-
-def adapt_backend(key: str, path: str, target: Any) -> Entry[CustomBackendConfig]:
-    """Return the entry of a user's worker class, or of a function that returns a worker."""
-    if not callable(target):
-        raise ConfigError(key, path, "is neither an Entry nor a worker class")
-    make: Callable[..., Any] = target
-
-    def make_worker(options: CustomBackendConfig, /, config: Any, **arguments: Any) -> Any:
-        return make(config, **arguments, **options.kwargs)
-
-    return Entry(CustomBackendConfig, make=make_worker)

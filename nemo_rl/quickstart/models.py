@@ -16,21 +16,43 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from nemo_rl.data.supervised import Conversation
+from nemo_rl.data.conversations import Conversation
 from nemo_rl.quickstart.words import QUICKSTART_TRAIN, QUICKSTART_VALIDATION, extract_words
 from nemo_rl.types import Message, Prompt
+
+TURN_START, TURN_END, PADDING, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|unknown|>"
+QUESTION_TOKENS = ("Spell", " this", " word", " backward", " (", "example", ": ", " ->", " nus", ")")
+ROLE_TOKENS = ("system", "user", "assistant", "tool")
+CHARACTERS = (*string.ascii_letters, *string.digits, *string.punctuation, " ", "\n")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    f"{{{{ '{TURN_START}' + message['role'] + '\\n' + message['content'] + '{TURN_END}\\n' }}}}"
+    "{% endfor %}"
+    f"{{% if add_generation_prompt %}}{{{{ '{TURN_START}assistant\\n' }}}}{{% endif %}}"
+)
+# Two letters each, the more frequent ones in English; a text is read from the left.
+FREQUENT_PAIRS = "thheineranreonatenndtiesorteofedisitalarsttontngsehaasouiolevecomedehiriroicneearacelichllbemasiomur"
+LETTER_PAIRS = tuple(FREQUENT_PAIRS[i : i + 2] for i in range(0, len(FREQUENT_PAIRS), 2))
+PAIRS_TURN_END, PAIRS_PADDING, PAIRS_UNKNOWN = "<|end|>", "<|pad|>", "<|unk|>"
+PAIRS_TURN_STARTS = ("<|user|>", "<|assistant|>")
+PAIRS_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    f"{{{{ '<|' + message['role'] + '|>\n' + message['content'] + '{PAIRS_TURN_END}\n' }}}}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Everything that the weights depend on, apart from the words."""
 
-    seed: int = 0  # of the first weights and of the spellings
+    seed: int = 0  # draws the initial weights and the spellings
     num_steps: int = 280
-    batch_size: int = 64  # spellings of one step
+    batch_size: int = 64  # spellings per step
     peak_learning_rate: float = 2e-3  # start of the linear decay, at step 0
     warmup_steps: int = 30
-    right_share: float = 0.35  # of the spellings
+    right_share: float = 0.35  # share of right spellings
     hidden_size: int = 192
     num_layers: int = 2
     tokenizer: Literal["characters", "pairs"] = "characters"
@@ -83,32 +105,6 @@ def sample_spelling(word: str, rng: random.Random, *, right_share: float) -> str
     first, second = rng.sample(range(len(letters)), 2)
     letters[first], letters[second] = letters[second], letters[first]
     return "".join(letters)
-
-
-TURN_START, TURN_END, PADDING, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|unknown|>"
-QUESTION_TOKENS = ("Spell", " this", " word", " backward", " (", "example", ": ", " ->", " nus", ")")
-ROLE_TOKENS = ("system", "user", "assistant", "tool")
-CHARACTERS = (*string.ascii_letters, *string.digits, *string.punctuation, " ", "\n")
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    f"{{{{ '{TURN_START}' + message['role'] + '\\n' + message['content'] + '{TURN_END}\\n' }}}}"
-    "{% endfor %}"
-    f"{{% if add_generation_prompt %}}{{{{ '{TURN_START}assistant\\n' }}}}{{% endif %}}"
-)
-
-
-# Two letters each, the more frequent ones in English; a text is read from the left.
-FREQUENT_PAIRS = "thheineranreonatenndtiesorteofedisitalarsttontngsehaasouiolevecomedehiriroicneearacelichllbemasiomur"
-LETTER_PAIRS = tuple(FREQUENT_PAIRS[i : i + 2] for i in range(0, len(FREQUENT_PAIRS), 2))
-PAIRS_TURN_END, PAIRS_PADDING, PAIRS_UNKNOWN = "<|end|>", "<|pad|>", "<|unk|>"
-PAIRS_TURN_STARTS = ("<|user|>", "<|assistant|>")
-PAIRS_CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    f"{{{{ '<|' + message['role'] + '|>\n' + message['content'] + '{PAIRS_TURN_END}\n' }}}}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

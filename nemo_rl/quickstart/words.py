@@ -1,6 +1,6 @@
 """Quickstart data: words to spell backward, for training and for validation, and preference pairs of spellings.
 
-nemo_rl/recipes/quickstart.yaml states the same validation set, so that the warm start never sees what the run
+examples/configs/quickstart.yaml states the same validation set, so that the warm start never sees what the run
 validates on; its training set may be drawn from another seed. Loads without torch: the dataset `spell_backward`, the
 pairs as rows, is an entry that configurations import.
 """
@@ -17,8 +17,8 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.types import Prompt
 
 if TYPE_CHECKING:
-    from nemo_rl.data.datasets import PromptSet
     from nemo_rl.data.preferences import Preference
+    from nemo_rl.data.prompt_sets import PromptSet
 
 SEED = 7
 SPLITS = ("train", "validation")
@@ -35,9 +35,9 @@ QUICKSTART_VALIDATION = DatasetConfig(
 @functools.cache
 def load_quickstart_prompts() -> "tuple[PromptSet, PromptSet]":
     """Return training and validation prompts; no question is in both."""
-    from nemo_rl.data.datasets import load_datasets  # loads torch
+    from nemo_rl.data.prompt_sets import load_prompt_sets  # loads torch
 
-    train, (validation,) = load_datasets(
+    train, (validation,) = load_prompt_sets(
         DataConfig(train=QUICKSTART_TRAIN, validation=QUICKSTART_VALIDATION), run_seed=0
     )
     return train, validation

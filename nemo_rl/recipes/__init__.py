@@ -1,10 +1,17 @@
-"""Packaged recipes and prompts: found by name from any working directory."""
+"""Packaged recipes and prompts: found by name from any working directory.
+
+They are the files of examples/configs/ and examples/prompts/, which a wheel holds beside this module.
+"""
 
 from pathlib import Path
 
 from nemo_rl.errors import ConfigError
 
-RECIPES = Path(__file__).parent
+_PACKAGE = Path(__file__).parent
+_IN_WHEEL = (_PACKAGE / "configs").is_dir()
+RECIPES, PROMPTS = (
+    (_PACKAGE if _IN_WHEEL else _PACKAGE.parents[1] / "examples") / name for name in ("configs", "prompts")
+)
 
 
 def recipe_names() -> list[str]:
@@ -15,36 +22,37 @@ def recipe_names() -> list[str]:
 def find_recipe(name: str | Path) -> Path:
     """Return the file of a recipe: a path, or else the name of a packaged recipe, with or without its suffix.
 
-    Raises ConfigError for a name that is neither. Any other path, whether or not it exists, is never taken for a name.
+    Raises ConfigError for any other path.
 
-    Example: `find_recipe("dapo")`; NeMo-RL's spelling "examples/configs/dapo.yaml" works too.
+    Example: `find_recipe("dapo")`
     """
     path = Path(name)
-    if path.is_file() or not _is_name(path):
+    if path.is_file():
         return path
     if (packaged := find_packaged(name)) is not None:
         return packaged
-    problem = f"no such file (from {Path.cwd()}), and no packaged recipe (nemo-rl config list)"
-    raise ConfigError("config", str(name), problem, known=recipe_names())
+    raise missing_recipe("config", str(name), f"no such file (from {Path.cwd()})")
 
 
 def find_packaged(name: str | Path) -> Path | None:
-    """Return the file of a packaged recipe by its name, with or without its suffix; None where there is none."""
+    """Return the file of a packaged recipe by its name, with or without its suffix; None for any other path."""
     path = Path(name)
     packaged = RECIPES / f"{path.stem if path.suffix == '.yaml' else path.name}.yaml"
-    return packaged if _is_name(path) and packaged.is_file() else None
+    return packaged if path.name == str(path) and packaged.is_file() else None
 
 
-def _is_name(path: Path) -> bool:
-    return path.parent.parts in ((), ("examples", "configs"))
+def missing_recipe(key: str, name: str, problem: str) -> ConfigError:
+    """Return the error of a recipe that was not found: it names the packaged recipe that may have been meant."""
+    if find_packaged(Path(name).name) is not None:
+        return ConfigError(key, name, f"{problem}; a packaged recipe is named {Path(name).stem} (nemo-rl config list)")
+    return ConfigError(key, name, f"{problem}, and no packaged recipe (nemo-rl config list)", known=recipe_names())
 
 
 def find_prompt(name: str) -> Path:
-    """Return the file of a prompt: a path from the working directory, or else one of this package.
+    """Return the file of a prompt: a path from the working directory, or else the name of a packaged prompt.
 
-    Example: `find_prompt("prompts/cot.txt")`; NeMo-RL's spelling "examples/prompts/cot.txt" works too.
+    Example: `find_prompt("prompts/cot.txt")`
     """
     path = Path(name)
-    packaged = RECIPES / "prompts" / path.name
-    is_packaged = path.parent.parts in (("prompts",), ("examples", "prompts")) and packaged.is_file()
-    return packaged if is_packaged and not path.is_file() else path
+    packaged = PROMPTS / path.name
+    return packaged if path.parts == ("prompts", path.name) and packaged.is_file() and not path.is_file() else path

@@ -11,11 +11,11 @@ from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 460, 200
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 26
-MAX_POINTS = 400  # of a line; more are thinned
+MAX_POINTS = 400  # points per line; longer lines are thinned
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """One line of a chart."""
 
     label: str
@@ -38,16 +38,18 @@ class Frame:
 
 def line_chart(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     alarm: float | None = None,
     link: Callable[[int], str | None] = lambda step: None,
 ) -> Markup:
-    """Return a chart of lines over steps; "" where no line has a value. `alarm` is a level that is marked.
+    """Return a chart of lines over steps; "" if no line has a value. `alarm` is a marked level.
 
-    Points are links where `link` returns an address for their step.
+    A point is a link if `link` returns an address for its step.
     """
-    finite = [Line(line.label, {s: v for s, v in sorted(line.values.items()) if math.isfinite(v)}) for line in lines]
+    finite = [
+        ChartLine(line.label, {s: v for s, v in sorted(line.values.items()) if math.isfinite(v)}) for line in lines
+    ]
     finite = [line for line in finite if line.values]
     if not finite:
         return Markup("")
@@ -61,7 +63,7 @@ def line_chart(
     return _figure(title, parts, [line.label for line in finite], _describe(finite))
 
 
-def stacked_chart(title: str, lines: Sequence[Line]) -> Markup:
+def stacked_chart(title: str, lines: Sequence[ChartLine]) -> Markup:
     """Return a chart in which the lines lie on top of each other: seconds of a step by phase."""
     lines = [line for line in lines if any(value > 0 for value in line.values.values())]
     steps = sorted({step for line in lines for step in line.values})
@@ -141,7 +143,7 @@ def _axes(frame: Frame) -> str:
     return "".join(parts)
 
 
-def _polyline(line: Line, number: int, frame: Frame, link: Callable[[int], str | None]) -> str:
+def _polyline(line: ChartLine, number: int, frame: Frame, link: Callable[[int], str | None]) -> str:
     steps = list(line.values)
     steps = [steps[i] for i in _thin(len(steps))]
     places = {step: frame.at(step, line.values[step]) for step in steps}
@@ -185,8 +187,8 @@ def _pad(low: float, high: float) -> tuple[float, float]:
     return (0.0, high) if 0 <= low < 0.3 * high else (low, high)
 
 
-def _describe(lines: Sequence[Line]) -> str:
-    def text(line: Line) -> str:
+def _describe(lines: Sequence[ChartLine]) -> str:
+    def text(line: ChartLine) -> str:
         first, last = min(line.values), max(line.values)
         values = format_number(line.values[first]), format_number(line.values[last])
         return f"{line.label} {values[0]} at step {first}, {values[1]} at step {last}"

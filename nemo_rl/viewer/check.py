@@ -1,7 +1,7 @@
-"""Verdicts on a run: which pathologies its files show, each with its evidence and links to rollouts.
+"""Verdicts on a run: the pathologies that its files show, each with evidence and links to rollouts.
 
-A rule reads the run's metrics and a sample of its rollouts and returns a finding or None. Rules compare the first with
-the last quarter of the steps, and take a difference seriously only where it exceeds twice its standard error.
+A rule reads the run's metrics and a sample of its rollouts, and returns a finding or None. Rules compare the first with
+the last quarter of the steps; a difference counts only if it exceeds twice its standard error.
 """
 
 import math
@@ -17,23 +17,23 @@ from typing import Any, Literal
 import numpy as np
 
 from nemo_rl.types import FailureClass
-from nemo_rl.viewer import pages
 from nemo_rl.viewer.conversation import chains_of, message_text, show
 from nemo_rl.viewer.index import Query
-from nemo_rl.viewer.pages import ALARM_MULT_PROB_ERROR, address
-from nemo_rl.viewer.sources import Key, Source, try_read
+from nemo_rl.viewer.page import ALARM_MULT_PROB_ERROR, Page, address
+from nemo_rl.viewer.rollout_set import Key, try_read
+from nemo_rl.viewer.viewer_sources import ViewerSource
 
-MIN_STEPS = 12  # to judge a trend
-SAMPLE_ROLLOUTS = 256  # of the last steps, whose texts are read
-SOLVED = 0.85  # of the highest reward: groups without signal, short answers and low entropy are no problem there
+MIN_STEPS = 12  # fewest steps with a trend
+SAMPLE_ROLLOUTS = 256  # rollouts of the last steps whose texts are read
+SOLVED = 0.85  # share of the highest reward above which equal rewards and low entropy are no problem
 MANY_FAILED = 0.05  # share of all rollouts
-REPETITION_RATIO = 6.0  # by which zlib shortens a text; prose: 2 to 3
+REPETITION_RATIO = 6.0  # ratio by which zlib compresses a text; prose: 2 to 3
 REPETITION_CHARS = 300
 _GARBLED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffd\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RunFinding:
     """One verdict. An alarm makes `nemo-rl check` fail."""
 
     name: str
@@ -63,7 +63,7 @@ class Trend:
 class Evidence:
     """The files of one run, as the rules read them."""
 
-    source: Source
+    source: ViewerSource
     _trends: dict[str, Trend | None] = field(default_factory=dict)
 
     def finite(self, name: str) -> list[float]:
@@ -100,17 +100,17 @@ class Evidence:
             (f"rollout {file}.{row}", f"/s/{self.source.id}/rollout/train/{file}.{row}") for file, row in keys[:count]
         )
 
-    def sample(self) -> "Sample":
+    def sample(self) -> "AnswerSample":
         """Return rollouts of the last steps that did not fail."""
         rollouts = self.source.split("train")
         keys, _ = rollouts.keys(Query(failure="none"), limit=1 << 30)
         read = [(key, row) for key in keys[-SAMPLE_ROLLOUTS:] if (row := try_read(rollouts, key)) is not None]
-        return Sample(tuple(key for key, _ in read), tuple(row for _, row in read))
+        return AnswerSample(tuple(key for key, _ in read), tuple(row for _, row in read))
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Some rollouts, with what the model said in each."""
+class AnswerSample:
+    """Some rollouts, with the model's answer in each."""
 
     keys: tuple[Key, ...]
     rows: tuple[Mapping[str, Any], ...]
@@ -121,7 +121,7 @@ class Sample:
             "\n".join(message_text(m) for m in chains_of(row)[0] if m.get("role") == "assistant") for row in self.rows
         ]
 
-    def where(self, claim: Callable[[str], bool]) -> list[Key]:
+    def keys_with(self, claim: Callable[[str], bool]) -> list[Key]:
         """Return the rollouts whose answer satisfies a claim."""
         return [key for key, answer in zip(self.keys, self.answers, strict=True) if claim(answer)]
 
@@ -135,33 +135,46 @@ def _trend(values: Sequence[float]) -> Trend | None:
     return Trend(statistics.fmean(first), statistics.fmean(last), error)
 
 
-def check(source: Source) -> list[Finding]:
+def check(source: ViewerSource) -> list[RunFinding]:
     """Return the findings of a run, alarms first."""
+    rules: tuple[Callable[[Evidence], RunFinding | None], ...] = (
+        *(_no_reward, _reward_flat, _reward_collapse, _groups_without_signal, _logprob_error, _staleness, _truncation),
+        *(
+            _turn_limit,
+            _length_hacking,
+            _entropy_collapse,
+            _validation_apart,
+            _nonfinite,
+            _gradient_explosion,
+            _kl_blowup,
+        ),
+        *(_no_updates, _off_policy, _masked_sequences, _slowing, _dropped_groups),
+    )
     evidence = Evidence(source)
-    findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
+    findings = [finding for rule in rules if (finding := rule(evidence)) is not None]
     findings += _failures(evidence) + _texts(evidence)
     return sorted(findings, key=lambda finding: finding.severity)
 
 
-def check_page(source: Source) -> pages.Page:
+def check_page(source: ViewerSource) -> Page:
     """Return the page of the findings. Raises DataError for a collection."""
     source.split("train")
-    return pages.Page("check.html", f"check · {source.id}", {"source": source, "findings": check(source)})
+    return Page("check.html", f"check · {source.id}", {"source": source, "findings": check(source)})
 
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _no_reward(evidence: Evidence) -> Finding | None:
+def _no_reward(evidence: Evidence) -> RunFinding | None:
     rewards = evidence.finite("train/reward")
     if len(rewards) < 5 or any(rewards):
         return None
     text = f"every rollout of {len(rewards)} steps has reward 0"
-    return Finding("reward_zero", "alarm", text, (evidence.rollouts_link("rollouts", sort="-tokens"),))
+    return RunFinding("reward_zero", "alarm", text, (evidence.rollouts_link("rollouts", sort="-tokens"),))
 
 
-def _reward_flat(evidence: Evidence) -> Finding | None:
+def _reward_flat(evidence: Evidence) -> RunFinding | None:
     trend = evidence.trend("train/reward")
     if trend is None or evidence.is_solved or not any(evidence.finite("train/reward")):
         return None
@@ -172,10 +185,10 @@ def _reward_flat(evidence: Evidence) -> Finding | None:
     if abs(trend.change) > max(2 * trend.error, 0.01 * abs(spread)):
         return None
     text = f"mean reward {_number(trend.first)} in the first and {_number(trend.last)} in the last quarter of the steps"
-    return Finding("reward_flat", "alarm", text)
+    return RunFinding("reward_flat", "alarm", text)
 
 
-def _reward_collapse(evidence: Evidence) -> Finding | None:
+def _reward_collapse(evidence: Evidence) -> RunFinding | None:
     values = evidence.finite("train/reward")
     if len(values) < MIN_STEPS:
         return None
@@ -187,10 +200,10 @@ def _reward_collapse(evidence: Evidence) -> Finding | None:
         return None
     at = list(evidence.source.metrics.series("train/reward"))[means.index(best)]
     text = f"mean reward fell from {_number(best)} (around step {at}) to {_number(last)}"
-    return Finding("reward_collapse", "alarm", text, ((f"step {at}", f"/s/{evidence.source.id}/step/{at}"),))
+    return RunFinding("reward_collapse", "alarm", text, ((f"step {at}", f"/s/{evidence.source.id}/step/{at}"),))
 
 
-def _groups_without_signal(evidence: Evidence) -> Finding | None:
+def _groups_without_signal(evidence: Evidence) -> RunFinding | None:
     rollouts = evidence.source.split("train")
     step, group, reward = (rollouts.column(name) for name in ("step", "group", "reward"))
     known = np.isfinite(reward)
@@ -208,42 +221,44 @@ def _groups_without_signal(evidence: Evidence) -> Finding | None:
     if share < 0.8:
         return None
     text = f"in {share:.0%} of the last {int(several.sum())} groups all rewards are equal: no gradient comes from them"
-    return Finding("groups_without_signal", "alarm", text, (evidence.rollouts_link("last rollouts", sort="-step"),))
+    return RunFinding("groups_without_signal", "alarm", text, (evidence.rollouts_link("last rollouts", sort="-step"),))
 
 
-def _logprob_error(evidence: Evidence) -> Finding | None:
+def _logprob_error(evidence: Evidence) -> RunFinding | None:
     last = evidence.last("train/token_mult_prob_error")
     if not last > ALARM_MULT_PROB_ERROR:
         return None
     text = f"train/token_mult_prob_error is {_number(last)}, above {ALARM_MULT_PROB_ERROR}: engine and policy disagree"
-    return Finding("logprob_error", "alarm", text)
+    return RunFinding("logprob_error", "alarm", text)
 
 
-def _staleness(evidence: Evidence) -> Finding | None:
+def _staleness(evidence: Evidence) -> RunFinding | None:
     trend = evidence.trend("train/avg_trajectory_age")
     if trend is None or not trend.rises(by=max(1.0, trend.first)):
         return None
     text = f"the mean age of the rollouts grew from {_number(trend.first)} to {_number(trend.last)} steps"
-    return Finding("staleness_growing", "alarm", text)
+    return RunFinding("staleness_growing", "alarm", text)
 
 
-def _truncation(evidence: Evidence) -> Finding | None:
+def _truncation(evidence: Evidence) -> RunFinding | None:
     last = evidence.last("train/truncation_rate")
     if not last > 0.3:
         return None
     text = f"{last:.0%} of the last rollouts are cut by a token limit"
-    return Finding("truncation", "alarm", text, (evidence.rollouts_link("longest", stop="truncated", sort="-tokens"),))
+    return RunFinding(
+        "truncation", "alarm", text, (evidence.rollouts_link("longest", stop="truncated", sort="-tokens"),)
+    )
 
 
-def _turn_limit(evidence: Evidence) -> Finding | None:
+def _turn_limit(evidence: Evidence) -> RunFinding | None:
     last = evidence.last("train/max_turns_reached_rate")
     if not last > 0.5:
         return None
     text = f"{last:.0%} of the last rollouts use all their turns without an end (grpo.max_rollout_turns)"
-    return Finding("turn_limit", "alarm", text, (evidence.rollouts_link("rollouts", stop="max_turns"),))
+    return RunFinding("turn_limit", "alarm", text, (evidence.rollouts_link("rollouts", stop="max_turns"),))
 
 
-def _length_hacking(evidence: Evidence) -> Finding | None:
+def _length_hacking(evidence: Evidence) -> RunFinding | None:
     length, reward = evidence.trend("train/mean_gen_tokens_per_sample"), evidence.trend("train/reward")
     if length is None or not (length.last > 2 * length.first and length.rises(by=20)):
         return None
@@ -253,32 +268,32 @@ def _length_hacking(evidence: Evidence) -> Finding | None:
         return None
     what = "validation accuracy" if len(validation) > 1 else "the reward"
     text = f"answers grew from {_number(length.first)} to {_number(length.last)} tokens, and {what} did not improve"
-    return Finding("length_hacking", "alarm", text, (evidence.rollouts_link("longest", sort="-tokens"),))
+    return RunFinding("length_hacking", "alarm", text, (evidence.rollouts_link("longest", sort="-tokens"),))
 
 
-def _entropy_collapse(evidence: Evidence) -> Finding | None:
+def _entropy_collapse(evidence: Evidence) -> RunFinding | None:
     trend = evidence.trend("train/approx_entropy")
     if trend is None or evidence.is_solved or not (trend.first > 0 and trend.last < 0.1 * trend.first):
         return None
     text = f"entropy fell from {_number(trend.first)} to {_number(trend.last)} before the task was solved"
-    return Finding("entropy_collapse", "alarm", text)
+    return RunFinding("entropy_collapse", "alarm", text)
 
 
-def _validation_apart(evidence: Evidence) -> Finding | None:
+def _validation_apart(evidence: Evidence) -> RunFinding | None:
     trend, validation = evidence.trend("train/reward"), evidence.finite("validation/accuracy")
     if trend is None or len(validation) < 3 or not trend.rises(by=0.02):
         return None
     best, last = max(validation), validation[-1]
     num_rollouts = len(evidence.source.split("validation")) / len(validation)
-    noise = math.sqrt(0.5 / max(num_rollouts, 16))  # of a difference of two shares, at most
+    noise = math.sqrt(0.5 / max(num_rollouts, 16))  # upper bound for a difference of two shares
     if best - last <= max(0.05, 2 * noise):
         return None
     fall = f"validation accuracy fell from {_number(best)} to {_number(last)}"
     text = f"training reward rose to {_number(trend.last)}, {fall}"
-    return Finding("validation_apart", "alarm", text, (("validation", f"/s/{evidence.source.id}/validation"),))
+    return RunFinding("validation_apart", "alarm", text, (("validation", f"/s/{evidence.source.id}/validation"),))
 
 
-def _nonfinite(evidence: Evidence) -> Finding | None:
+def _nonfinite(evidence: Evidence) -> RunFinding | None:
     metrics = evidence.source.metrics
     bad = {
         step: name
@@ -296,10 +311,10 @@ def _nonfinite(evidence: Evidence) -> Finding | None:
         return None
     step = min(found)
     text = f"{len(found)} steps with a loss or gradient that is not finite, the first is step {step} ({found[step]})"
-    return Finding("nonfinite", "alarm", text, ((f"step {step}", f"/s/{evidence.source.id}/step/{step}"),))
+    return RunFinding("nonfinite", "alarm", text, ((f"step {step}", f"/s/{evidence.source.id}/step/{step}"),))
 
 
-def _explodes(evidence: Evidence, metric: str, floor: float, name: str, what: str) -> Finding | None:
+def _explodes(evidence: Evidence, metric: str, floor: float, name: str, what: str) -> RunFinding | None:
     """Compare the last steps with the first half: ten times as much, and above the floor."""
     values = evidence.finite(metric)
     if len(values) < MIN_STEPS:
@@ -307,71 +322,66 @@ def _explodes(evidence: Evidence, metric: str, floor: float, name: str, what: st
     usual, last = statistics.median(values[: len(values) // 2]), statistics.median(values[-max(3, len(values) // 8) :])
     if last <= max(10 * usual, floor):
         return None
-    return Finding(name, "alarm", f"{what} grew from {_number(usual)} to {_number(last)}")
+    return RunFinding(name, "alarm", f"{what} grew from {_number(usual)} to {_number(last)}")
 
 
-def _gradient_explosion(evidence: Evidence) -> Finding | None:
+def _gradient_explosion(evidence: Evidence) -> RunFinding | None:
     return _explodes(evidence, "train/grad_norm", 1e-6, "gradient_explosion", "the gradient norm")
 
 
-def _kl_blowup(evidence: Evidence) -> Finding | None:
+def _kl_blowup(evidence: Evidence) -> RunFinding | None:
     return _explodes(evidence, "train/kl_penalty", 1.0, "kl_blowup", "the KL from the reference")
 
 
-def _no_updates(evidence: Evidence) -> Finding | None:
+def _no_updates(evidence: Evidence) -> RunFinding | None:
     for name in ("train/lr", "train/grad_norm"):
         values = evidence.source.metrics.series(name)
         late = list(values.values())[len(values) // 2 :]
         is_done = name == "train/grad_norm" and evidence.is_solved  # equal rewards of solved groups give no gradient
         if len(values) >= 6 and not any(late) and not is_done:
-            return Finding("no_updates", "alarm", f"{name} is 0 in the last {len(late)} steps: nothing is learnt")
+            return RunFinding("no_updates", "alarm", f"{name} is 0 in the last {len(late)} steps: nothing is learnt")
     skipped, steps = evidence.finite("train/num_skipped_steps"), evidence.finite("train/num_optimizer_steps")
     if len(skipped) >= 6 and len(steps) == len(skipped) and sum(skipped) > 0.5 * (sum(steps) + sum(skipped)):
-        return Finding(
+        return RunFinding(
             "no_updates", "alarm", f"{sum(skipped):.0f} optimizer steps were skipped, {sum(steps):.0f} taken"
         )
     return None
 
 
-def _off_policy(evidence: Evidence) -> Finding | None:
+def _off_policy(evidence: Evidence) -> RunFinding | None:
     clamped = evidence.last("train/is_oob_ratio")
     if not clamped > 0.3:
         return None
-    return Finding("off_policy", "alarm", f"{clamped:.0%} of the importance weights are clamped (train/is_oob_ratio)")
+    return RunFinding(
+        "off_policy", "alarm", f"{clamped:.0%} of the importance weights are clamped (train/is_oob_ratio)"
+    )
 
 
-def _masked_sequences(evidence: Evidence) -> Finding | None:
+def _masked_sequences(evidence: Evidence) -> RunFinding | None:
     masked, valid = evidence.last("train/num_masked_seqs_by_logprob_error"), evidence.last("train/num_valid_samples")
     if not masked > 0.2 * (masked + valid):
         return None
     text = f"{_number(masked)} of {_number(masked + valid)} samples a step get no gradient: their log-probs disagree"
-    return Finding("masked_sequences", "alarm", text)
+    return RunFinding("masked_sequences", "alarm", text)
 
 
-def _slowing(evidence: Evidence) -> Finding | None:
+def _slowing(evidence: Evidence) -> RunFinding | None:
     trend = evidence.trend("timing/train/total_step_time")
     if trend is None or not (trend.last > 3 * trend.first and trend.rises(by=1.0)):
         return None
     text = f"a step took {_number(trend.first)} s in the first and {_number(trend.last)} s in the last quarter"
-    return Finding("slowing_down", "warning", text)
+    return RunFinding("slowing_down", "warning", text)
 
 
-def _dropped_groups(evidence: Evidence) -> Finding | None:
+def _dropped_groups(evidence: Evidence) -> RunFinding | None:
     dropped = evidence.last("train/replay_buffer/dropped_groups")
     if not dropped >= 1:
         return None
     text = f"{_number(dropped)} groups a step are dropped as too old or late (train/replay_buffer/dropped_groups)"
-    return Finding("dropped_groups", "warning", text)
+    return RunFinding("dropped_groups", "warning", text)
 
 
-RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
-    *(_no_reward, _reward_flat, _reward_collapse, _groups_without_signal, _logprob_error, _staleness, _truncation),
-    *(_turn_limit, _length_hacking, _entropy_collapse, _validation_apart, _nonfinite, _gradient_explosion, _kl_blowup),
-    *(_no_updates, _off_policy, _masked_sequences, _slowing, _dropped_groups),
-)
-
-
-def _failures(evidence: Evidence) -> list[Finding]:
+def _failures(evidence: Evidence) -> list[RunFinding]:
     """Return a finding for each class of failures: an alarm above 5% of all rollouts."""
     rollouts = evidence.source.split("train")
     total, findings = len(rollouts), []
@@ -386,12 +396,12 @@ def _failures(evidence: Evidence) -> list[Finding]:
         severity = "alarm" if count > MANY_FAILED * total else "warning"
         text = f"{count} of {total} rollouts failed; the first: {cause}"
         links = (evidence.rollouts_link("all of them", failure=kind.value), *evidence.rollout_links(keys))
-        findings.append(Finding(f"failures_{kind.value}", severity, text, links))
+        findings.append(RunFinding(f"failures_{kind.value}", severity, text, links))
     return findings
 
 
-def _texts(evidence: Evidence) -> list[Finding]:
-    """Return the findings on what the model says in the last rollouts."""
+def _texts(evidence: Evidence) -> list[RunFinding]:
+    """Return the findings on the texts of the last rollouts."""
     sample = evidence.sample()
     if len(sample.rows) < 16:
         return []
@@ -401,16 +411,16 @@ def _texts(evidence: Evidence) -> list[Finding]:
         ("garbled_answers", 0.1, "are full of control and replacement characters", _is_garbled),
     )
     findings = [
-        Finding(
+        RunFinding(
             name, "alarm", f"{len(keys)} of the last {len(sample.rows)} answers {what}", evidence.rollout_links(keys)
         )
         for name, share, what, claim in rules
-        if len(keys := sample.where(claim)) > share * len(sample.rows)
+        if len(keys := sample.keys_with(claim)) > share * len(sample.rows)
     ]
     return findings + _copies(evidence, sample) + _identical(evidence, sample)
 
 
-def _copies(evidence: Evidence, sample: Sample) -> list[Finding]:
+def _copies(evidence: Evidence, sample: AnswerSample) -> list[RunFinding]:
     asked = [message_text(chains_of(row)[0][0]) if chains_of(row)[0] else "" for row in sample.rows]
     keys = [
         key
@@ -420,11 +430,11 @@ def _copies(evidence: Evidence, sample: Sample) -> list[Finding]:
     if len(keys) <= 0.5 * len(sample.rows):
         return []
     text = f"{len(keys)} of the last {len(sample.rows)} answers repeat the whole prompt"
-    return [Finding("prompt_copied", "alarm", text, evidence.rollout_links(keys))]
+    return [RunFinding("prompt_copied", "alarm", text, evidence.rollout_links(keys))]
 
 
-def _identical(evidence: Evidence, sample: Sample) -> list[Finding]:
-    """Return a finding where a prompt's rollouts, and those of different prompts, all say the same."""
+def _identical(evidence: Evidence, sample: AnswerSample) -> list[RunFinding]:
+    """Return a finding if rollouts of different prompts give the same answer."""
     if evidence.is_solved:
         return []
     (answer, count), *_ = Counter(sample.answers).most_common(1)
@@ -436,7 +446,9 @@ def _identical(evidence: Evidence, sample: Sample) -> list[Finding]:
     said = f"are the same: {show(answer)[:120]!r}"
     text = f"{count} of the last {len(sample.rows)} answers, to {len(prompts)} prompts, {said}"
     return [
-        Finding("identical_answers", "alarm", text, evidence.rollout_links(sample.where(lambda said: said == answer)))
+        RunFinding(
+            "identical_answers", "alarm", text, evidence.rollout_links(sample.keys_with(lambda said: said == answer))
+        )
     ]
 
 

@@ -9,13 +9,15 @@ import numpy as np
 import yaml
 
 from nemo_rl.collect import profile as profiles
+from nemo_rl.collect import profile_comparison
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.viewer import charts, pages
-from nemo_rl.viewer.charts import Line
+from nemo_rl.viewer import charts
+from nemo_rl.viewer.charts import ChartLine
 from nemo_rl.viewer.conversation import show
-from nemo_rl.viewer.sources import Source
+from nemo_rl.viewer.page import Page
+from nemo_rl.viewer.viewer_sources import ViewerSource
 
-CONFIDENCE_Z = 1.959964  # of the middle 95% of a normal distribution
+CONFIDENCE_Z = 1.959964  # bounds the middle 95% of a normal distribution
 SMALL_QUANTILES = (12.7062, 4.30265, 3.18245, 2.77645)  # 97.5% of Student's t with 1 to 4 degrees of freedom
 MAX_CONFIG_DIFFERENCES = 500
 METRICS = (
@@ -26,7 +28,7 @@ METRICS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PairedDifference:
     """One quantity of the first and of another source, and the mean of their paired differences."""
 
     other: str
@@ -34,7 +36,7 @@ class Difference:
     first: float | None
     second: float | None
     difference: float | None  # second - first
-    low: float | None  # of the 95% interval of the difference
+    low: float | None  # lower end of the 95% interval of the difference
     high: float | None
     num_pairs: int  # steps, prompts or tasks that both have
 
@@ -50,10 +52,10 @@ class RunComparison:
 
     names: tuple[str, ...]
     config: tuple[tuple[str, tuple[str, ...]], ...]  # key, its value in each source
-    differences: tuple[Difference, ...]
+    differences: tuple[PairedDifference, ...]
 
 
-def compare(sources: Sequence[Source]) -> RunComparison:
+def compare(sources: Sequence[ViewerSource]) -> RunComparison:
     """Compare each source with the first. Raises ConfigError for fewer than two, or runs with collections."""
     if len(sources) < 2:
         raise ConfigError("RUN", [source.id for source in sources], "needs two or more to compare")
@@ -67,7 +69,7 @@ def compare(sources: Sequence[Source]) -> RunComparison:
 
 
 def paired_interval(differences: Any) -> tuple[float | None, float | None, float | None]:
-    """Return the mean of paired differences and the ends of its 95% interval (Student's t); None where unknown.
+    """Return the mean of paired differences and the ends of its 95% interval (Student's t); None if unknown.
 
     Example: 1, 2, 3 have mean 2 and standard error 0.577; t of 2 degrees of freedom is 4.303: -0.484 to 4.484.
     """
@@ -96,7 +98,7 @@ def student_quantile(degrees: int) -> float:
     return z + sum(term / n**power for power, term in enumerate(terms, start=1))
 
 
-def _compare_runs(first: Source, second: Source) -> Iterator[Difference]:
+def _compare_runs(first: ViewerSource, second: ViewerSource) -> Iterator[PairedDifference]:
     for name in METRICS:
         a, b = first.metrics.series(name), second.metrics.series(name)
         steps = [s for s in a if s in b and math.isfinite(a[s]) and math.isfinite(b[s])]
@@ -106,7 +108,7 @@ def _compare_runs(first: Source, second: Source) -> Iterator[Difference]:
         yield from _compare_prompts(first, second, split)
 
 
-def _compare_prompts(first: Source, second: Source, split: str) -> Iterator[Difference]:
+def _compare_prompts(first: ViewerSource, second: ViewerSource, split: str) -> Iterator[PairedDifference]:
     """Yield the differences of prompts that both have, at the last common validation, or over all of training."""
     tables = [_prompt_rewards(source, split) for source in (first, second)]
     common = sorted(set(tables[0]) & set(tables[1]))
@@ -123,7 +125,7 @@ def _compare_prompts(first: Source, second: Source, split: str) -> Iterator[Diff
             yield _paired(second.id, name, [tables[0][k] for k in keys], [tables[1][k] for k in keys])
 
 
-def _prompt_rewards(source: Source, split: str) -> dict[tuple[int, str, int], float]:
+def _prompt_rewards(source: ViewerSource, split: str) -> dict[tuple[int, str, int], float]:
     """Return the mean reward by step (0 for all of training), task and prompt."""
     sums: dict[tuple[int, str, int], list[float]] = {}
     for index in source.split(split).indexes:
@@ -141,15 +143,15 @@ def _prompt_rewards(source: Source, split: str) -> dict[tuple[int, str, int], fl
     return {key: total / count for key, (total, count) in sums.items()}
 
 
-def _paired(other: str, quantity: str, first: Sequence[float], second: Sequence[float]) -> Difference:
+def _paired(other: str, quantity: str, first: Sequence[float], second: Sequence[float]) -> PairedDifference:
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     mean, low, high = paired_interval(b - a)
-    return Difference(other, quantity, float(a.mean()), float(b.mean()), mean, low, high, len(a))
+    return PairedDifference(other, quantity, float(a.mean()), float(b.mean()), mean, low, high, len(a))
 
 
-def _compare_collections(first: Source, second: Source) -> Iterator[Difference]:
+def _compare_collections(first: ViewerSource, second: ViewerSource) -> Iterator[PairedDifference]:
     measured = [profiles.profile(source.path) for source in (first, second)]
-    result = profiles.compare(*measured)
+    result = profile_comparison.compare(*measured)
     for each in result.differences:
         count = _num_tasks(measured, each.dataset, each.quantity, result.are_paired)
         error, low, high = each.standard_error, None, None
@@ -157,7 +159,7 @@ def _compare_collections(first: Source, second: Source) -> Iterator[Difference]:
             half = student_quantile(max(1, count - 1)) * error
             low, high = each.difference - half, each.difference + half
         name = each.quantity if each.dataset == profiles.ALL_DATASETS else f"{each.quantity}, {show(each.dataset)[:60]}"
-        yield Difference(second.id, name, each.first, each.second, each.difference, low, high, count)
+        yield PairedDifference(second.id, name, each.first, each.second, each.difference, low, high, count)
 
 
 def _num_tasks(measured: Sequence[profiles.Profile], dataset: str, quantity: str, are_paired: bool) -> int:
@@ -166,14 +168,14 @@ def _num_tasks(measured: Sequence[profiles.Profile], dataset: str, quantity: str
     return int((known[0] & known[1]).sum()) if are_paired else int(min(each.sum() for each in known))
 
 
-def _config_differences(sources: Sequence[Source]) -> list[tuple[str, tuple[str, ...]]]:
+def _config_differences(sources: Sequence[ViewerSource]) -> list[tuple[str, tuple[str, ...]]]:
     flat = [dict(_flatten(_load_config(source))) for source in sources]
     keys = sorted({key for values in flat for key in values})
     rows = [(key, tuple(show(values.get(key, "–"))[:300] for values in flat)) for key in keys]
     return [row for row in rows if len(set(row[1])) > 1][:MAX_CONFIG_DIFFERENCES]
 
 
-def _load_config(source: Source) -> object:
+def _load_config(source: ViewerSource) -> object:
     try:
         return yaml.safe_load(source.config_text)
     except (yaml.YAMLError, RecursionError) as error:
@@ -188,16 +190,16 @@ def _flatten(value: object, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield prefix, yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
-def compare_page(sources: Sequence[Source]) -> pages.Page:
+def compare_page(sources: Sequence[ViewerSource]) -> Page:
     """Return the page of a comparison, with the curves over each other."""
     result = compare(sources)
     pictures = [
-        charts.line_chart(name, [Line(source.id, source.metrics.series(name)) for source in sources])
+        charts.line_chart(name, [ChartLine(source.id, source.metrics.series(name)) for source in sources])
         for name in METRICS
         if sum(bool(source.metrics.series(name)) for source in sources) > 1
     ]
     context = {"result": result, "sources": sources, "charts": [picture for picture in pictures if picture]}
-    return pages.Page("compare.html", " and ".join(result.names), context)
+    return Page("compare.html", " and ".join(result.names), context)
 
 
 def to_dict(result: RunComparison) -> dict[str, Any]:

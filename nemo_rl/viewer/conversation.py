@@ -5,21 +5,16 @@ and long texts are cut into pages.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from nemo_rl.collect.profile import compute_score, default_ks
-from nemo_rl.experience.records import best_of_k_probabilities
-
-MAX_SHOWN_CHARS = 20_000  # of one part of a message; the rest is one click away
+MAX_SHOWN_CHARS = 20_000  # longest part of a message on a page; a link shows the rest
 TEXT_PAGE_CHARS = 100_000
 SNIPPET_CHARS = 400
 TOKENS_PER_PAGE = 2000
 COLOURS = ("policy", "engine", "difference", "advantage", "mask")
-MAX_K = 64
 
 Chain: TypeAlias = list[Mapping[str, Any]]
 _THINKING = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
@@ -52,8 +47,8 @@ def chains_of(row: Mapping[str, Any]) -> list[Chain]:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """Return what a message says as text, thinking in tags, also where it is a list of parts."""
-    parts = message.get("parts")  # of a record, where they say more than the content does
+    """Return the text of a message, also of one with a list of parts; thinking is in tags."""
+    parts = message.get("parts")  # records of collections keep parts if they hold more than the content
     content = parts if isinstance(parts, list) else message.get("content")
     if isinstance(content, list):
         return _join_parts(content)
@@ -141,7 +136,7 @@ def _clip(kind: str, text: str) -> dict[str, Any]:
 
 
 def prompt_text(row: Mapping[str, Any], *, limit: int = SNIPPET_CHARS) -> str:
-    """Return the beginning of what was asked: the last message before the first answer."""
+    """Return the beginning of the last message before the first answer."""
     asked = ""
     for message in chains_of(row)[0]:
         if message.get("role") == "assistant":
@@ -213,7 +208,7 @@ def colour_tokens(details: Mapping[str, Any], colour: str, *, start: int = 0) ->
 
 def _at(values: Sequence[Any], index: int) -> float | None:
     value = values[index] if index < len(values) else None
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _shade(colour: str, value: float | None) -> str:
@@ -224,24 +219,3 @@ def _shade(colour: str, value: float | None) -> str:
     scale = 0.02 if colour == "difference" else 0.5
     level = min(4, int(abs(value) / scale + 0.999)) if value else 0
     return f"{'p' if value > 0 else 'n'}{level}" if level else "t0"
-
-
-def pass_at_k_summary(rewards: Any) -> list[tuple[str, float | None, float | None, int]]:
-    """Return name, mean, standard error and tasks of the reward and of pass@k; `rewards` [T, N], NaN: missing."""
-    if not rewards.size:
-        return []
-    counts = (~np.isnan(rewards)).sum(axis=1)
-    ordered = np.sort(rewards, axis=1)
-    summary = []
-    with np.errstate(invalid="ignore", divide="ignore"):
-        scores = [("mean reward", np.nansum(rewards, axis=1) / counts)]
-    for k in [k for k in default_ks(min(MAX_K, rewards.shape[1])) if k > 1]:
-        values = np.full(len(rewards), np.nan)
-        for count in np.unique(counts[counts >= k]).tolist():
-            tasks = np.flatnonzero(counts == count)
-            values[tasks] = ordered[tasks, :count] @ np.array(best_of_k_probabilities(count, k))
-        scores.append((f"pass@{k}", values))
-    for name, values in scores:
-        score = compute_score(values)
-        summary.append((name, score.mean, score.standard_error, score.num_tasks))
-    return summary

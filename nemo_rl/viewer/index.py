@@ -1,8 +1,9 @@
 """A byte-offset index over the JSON lines of rollouts: columns to filter by, and rows that are read when shown.
 
 The index is a file of fixed records in the cache directory, mapped into memory, so that memory does not grow with the
-number of rollouts and a second start continues where the first one ended. The indexed file itself is never written.
-Of many indexes the MAX_OPEN used last are open; the others are opened again when they are read.
+number of rollouts and a second start continues where the first one ended. Its checksums tell whether it is intact;
+if not, the file is indexed again. The indexed file itself is never written.
+The MAX_OPEN most recently used indexes are open; others are opened again when they are read.
 """
 
 import contextlib
@@ -16,15 +17,17 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from nemo_rl.errors import DataError
-from nemo_rl.viewer import index_storage
-from nemo_rl.viewer.index_storage import RECORD, LineEncoder, Names, checksum
+from nemo_rl.viewer import index_files
+from nemo_rl.viewer.index_records import RECORD, LineEncoder, Names, checksum, parse_object
+from nemo_rl.viewer.row_schema import check_row
 
-FORMAT = 2  # of the cached index
+FORMAT = 3  # version of the cached index
 CHUNK_BYTES = 1 << 20
 MAX_OPEN = 64  # indexes with open files: two descriptors each
 MAX_LINE_BYTES = 256 << 20  # a longer line is not indexed
@@ -57,7 +60,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class TextHits:
-    """The rows found, and the row to search on from where the time ended first; None: everything was searched."""
+    """The rows found, and the row at which to resume if time ran out; None: everything was searched."""
 
     rows: Rows
     resume_at: int | None
@@ -73,18 +76,19 @@ class RolloutIndex:
     _opened: ClassVar["OrderedDict[RolloutIndex, None]"] = OrderedDict()  # the one used last at the end
 
     def __init__(self, path: Path, *, cache: Path | None = None) -> None:
-        """`cache`: where indexes are kept; None: that of the user. A file that is not there yet has no rollouts."""
+        """`cache`: directory of indexes; None: the user's. A file that does not exist yet has no rollouts."""
         self.path = path
         self.notes: list[str] = []
-        self.size = 0  # of the file when it was last looked at
+        self.size = 0  # bytes of the file at the last check
         self.end = 0  # bytes indexed
         self._head = b""
-        self._stamp: tuple[int, int, int] | None = None  # of the file when nothing more could be indexed
+        self._stamp: tuple[int, int, int] | None = None  # state of the file when all of it was indexed
         self._lines = LineEncoder()
         self._num_rows = 0
+        self._records_crc = 0
         self._saved_rows = 0
-        # of the names of the index's two files
-        self._base = index_storage.index_path(cache or index_storage.cache_directory(), path)
+        # path of the index's two files without their suffixes
+        self._base = index_files.index_path(cache or index_files.cache_directory(), path)
         self._records: BinaryIO | None = None  # None: closed
         self._columns = np.empty(0, RECORD)
         if path.exists():
@@ -115,8 +119,13 @@ class RolloutIndex:
 
     @property
     def num_damaged(self) -> int:
-        """Return the number of lines that are no rollout, or too long."""
+        """Return the number of rows that are no rollout, or too long; those that were indexed count once read."""
         return self._lines.num_damaged
+
+    @property
+    def damages(self) -> dict[str, str]:
+        """Return why rows are damaged, by file:line."""
+        return {f"{self.path.name}:{line}": reason for line, reason in sorted(self._lines.damages.items())}
 
     @property
     def pending_bytes(self) -> int:
@@ -126,7 +135,7 @@ class RolloutIndex:
     def advance(self, *, budget_s: float = 0.2) -> bool:
         """Index new lines for about `budget_s`; return whether more can be indexed at once.
 
-        Raises DataError where the file has disappeared or cannot be read.
+        Raises DataError if the file has disappeared or cannot be read.
         """
         until = time.monotonic() + budget_s
         first = self._num_rows
@@ -156,7 +165,7 @@ class RolloutIndex:
         return self
 
     def read(self, row: int) -> dict[str, Any]:
-        """Return the rollout of a row. Raises DataError where the file no longer holds it."""
+        """Return the rollout of a row. Raises DataError naming file:line for a damaged one, or one that was changed."""
         columns = self.columns
         if not 0 <= row < len(columns):
             raise DataError(f"{self.path}: there is no rollout {row} (any more)")
@@ -167,15 +176,20 @@ class RolloutIndex:
                 line = file.read(int(record["length"]))
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read any more: {error.strerror}") from error
+        where = f"{self.path}:{int(record['line'])}"
+        if not line.endswith(b"\n"):
+            raise DataError(f"{where}: was changed while it was read: rollout {row} is no longer there")
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{self.path}: was changed while it was read: rollout {row} is no longer there") from error
-        if not isinstance(values, dict) or checksum(values.get("group_id", "")) != record["group"]:
-            raise DataError(f"{self.path}: was changed while it was read: rollout {row} is another one now")
+            values = parse_object(line)
+            check_row(values)
+        except ValueError as error:
+            self._lines.add_damage(int(record["line"]), str(error))
+            raise DataError(f"{where}: damaged row: {error}") from error
+        if checksum(values.get("group_id", "")) != record["group"]:
+            raise DataError(f"{where}: was changed while it was read: rollout {row} is another one now")
         return values
 
-    def select(self, query: Query) -> Rows:
+    def select(self, query: Query) -> Rows:  # one branch per filter  # noqa: C901
         """Return the rows that pass all filters but `text`, in the requested order."""
         columns = self.columns
         chosen = np.ones(len(columns), np.bool_)
@@ -235,12 +249,16 @@ class RolloutIndex:
             "rows": self._num_rows,
             "head": hashlib.sha256(self._head).hexdigest(),
             "head_bytes": len(self._head),
+            "records_crc": self._records_crc,
+            "num_lines": self._lines.num_lines,
             "num_damaged": self._lines.num_damaged,
+            "damages": list(self._lines.damages.items()),
             "names": {name: list(names) for name, names in self._lines.names.items()},
         }
         unfinished = self._base.with_suffix(f".{os.getpid()}.unfinished")
         with contextlib.suppress(OSError):  # a full disk: the next start indexes again
-            unfinished.write_text(json.dumps(state))
+            text = json.dumps(state)
+            unfinished.write_text(f"{crc32(text.encode()):08x}\n{text}")
             unfinished.replace(self._base.with_suffix(".json"))
             self._saved_rows = self._num_rows
 
@@ -256,7 +274,7 @@ class RolloutIndex:
         self._records = None
 
     def _open(self) -> None:
-        """Open the file of records and continue what is stored, unless it is open; close the one used longest ago."""
+        """Open the file of records and load its state, unless it is open; close the least recently used index."""
         self._opened[self] = None
         self._opened.move_to_end(self)
         if self._records is not None:
@@ -264,22 +282,23 @@ class RolloutIndex:
         while len(self._opened) > MAX_OPEN:
             next(iter(self._opened)).close()
         try:
-            self._records = index_storage.open_locked(self._base.with_suffix(".records"))
+            self._records = index_files.open_locked(self._base.with_suffix(".records"))
         except OSError:  # another viewer writes it, or the directory is read-only
-            self._base = index_storage.private_index_path(self.path)
-            self._records = index_storage.open_locked(self._base.with_suffix(".records"))
+            self._base = index_files.private_index_path(self.path)
+            self._records = index_files.open_locked(self._base.with_suffix(".records"))
         num_rows = self._num_rows
         self._reset()
         self._load()
         if self._num_rows < num_rows:
-            self._stamp = None  # another viewer replaced what was stored: indexed again
+            self._stamp = None  # another viewer replaced the stored index
 
     def _load(self) -> None:
-        """Continue a stored index where the indexed part of the file is still the same."""
+        """Load a stored index if it is intact and the indexed part of the file is unchanged."""
         assert self._records is not None  # the caller opened it
         try:
-            state = json.loads(self._base.with_suffix(".json").read_text())
-            if state["format"] != FORMAT:
+            crc, _, text = self._base.with_suffix(".json").read_text().partition("\n")
+            state = json.loads(text) if crc == f"{crc32(text.encode()):08x}" else {}
+            if state.get("format") != FORMAT:
                 return
             size = os.stat(self.path).st_size
             with self.path.open("rb") as file:
@@ -287,14 +306,15 @@ class RolloutIndex:
                 file.seek(max(0, state["end"] - 1))
                 ends_line = not state["end"] or file.read(1) == b"\n"
             is_same = hashlib.sha256(head).hexdigest() == state["head"] and size >= state["end"] and ends_line
-            has_records = os.fstat(self._records.fileno()).st_size >= state["rows"] * RECORD.itemsize
-            if not (is_same and has_records):
+            if not is_same or _read_crc(self._records, state["rows"] * RECORD.itemsize) != state["records_crc"]:
                 return
             for name, values in state["names"].items():
                 self._lines.names[name] = Names((value, i) for i, value in enumerate(values))
             self._head, self.end, self.size = head, state["end"], size
-            self._lines.num_damaged, self._saved_rows = state["num_damaged"], state["rows"]
-            self._num_rows = state["rows"]
+            self._lines.num_lines, self._lines.num_damaged = state["num_lines"], state["num_damaged"]
+            self._lines.damages = dict(state["damages"])
+            self._num_rows = self._saved_rows = state["rows"]
+            self._records_crc = state["records_crc"]
         except (OSError, ValueError, KeyError, TypeError):
             return  # indexed again
 
@@ -312,7 +332,7 @@ class RolloutIndex:
     def _reset(self) -> None:
         self.end, self._head, self._saved_rows = 0, b"", 0
         self._lines = LineEncoder()
-        self._columns, self._num_rows = np.empty(0, RECORD), 0
+        self._columns, self._num_rows, self._records_crc = np.empty(0, RECORD), 0, 0
 
     def _index_chunk(self, file: FileIO, buffer: bytearray) -> bool:
         """Index the complete lines of the next chunk; return whether there was any. `buffer` is overwritten."""
@@ -340,7 +360,8 @@ class RolloutIndex:
         while block := file.read(CHUNK_BYTES):
             if (at := block.find(b"\n")) >= 0:
                 self.end = position + at + 1
-                self._lines.num_damaged += 1
+                self._lines.num_lines += 1
+                self._lines.add_damage(self._lines.num_lines, f"longer than {MAX_LINE_BYTES} bytes")
                 return True
             position += len(block)
         return False
@@ -349,6 +370,7 @@ class RolloutIndex:
         assert self._records is not None  # the caller opened it
         self._records.seek(self._num_rows * RECORD.itemsize)
         view = memoryview(records.tobytes())
+        self._records_crc = crc32(view, self._records_crc)
         while view:
             view = view[self._records.write(view) :]
         self._num_rows += len(records)
@@ -358,7 +380,9 @@ class RolloutIndex:
         if name not in ("reward", "tokens", "step", "turns") or not len(rows):
             return rows
         values = np.asarray(self.columns[name][rows], np.float64)
-        values = np.where(np.isnan(values), np.inf, -values if order.startswith("-") else values)  # without one: last
+        values = np.where(
+            np.isnan(values), np.inf, -values if order.startswith("-") else values
+        )  # rows without a value come last
         return rows[np.argsort(values, kind="stable")]
 
 
@@ -376,7 +400,19 @@ def _holds_text(line: bytes, text: str) -> bool:
     return False
 
 
+def _read_crc(records: BinaryIO, size: int) -> int | None:
+    """Return the checksum of the first `size` bytes; None if there are fewer."""
+    records.seek(0)
+    crc, rest = 0, size
+    while rest:
+        block = records.read(min(CHUNK_BYTES, rest))
+        if not block:
+            return None
+        crc, rest = crc32(block, crc), rest - len(block)
+    return crc
+
+
 def _stamp(path: Path) -> tuple[int, int, int]:
-    """Return what changes with a file's contents."""
+    """Return values that change with a file's contents: inode, size, time of modification."""
     status = path.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,7 +1,7 @@
 """`nemo-rl check RUN --replay STEP`: a stored step's advantages and loss, recomputed from its rollouts and compared.
 
 Needs `rollout.write_token_ids: true`. The batch is assembled of rollouts/train.jsonl alone; log-probs come from a plain
-Hugging Face forward pass, a row at a time, under the weights that the step began with.
+Hugging Face forward pass, one row at a time, with the weights that the step began with.
 """
 
 import asyncio
@@ -18,22 +18,24 @@ from nemo_rl import batch as keys
 from nemo_rl.algorithms import grpo
 from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.checkpoint import CONFIG_FILE
-from nemo_rl.commands import ExitCode
+from nemo_rl.command_line import ExitCode
 from nemo_rl.config.loading import load_config
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.messages import parse_record
 from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.interfaces import CollectedGroups, LossFn, TokenScores
+from nemo_rl.interfaces import LossFn
 from nemo_rl.launch.model_files import checkpoint_weights
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.launch.training import required_logprobs
+from nemo_rl.loss_types import TokenScores
 from nemo_rl.losses.make import make_loss
 from nemo_rl.observability.loggers import METRICS_FILE
 from nemo_rl.policy.hf_model import load_model
 from nemo_rl.policy.micro_batches import count_valid, expected_optimizer_steps
 from nemo_rl.policy.truncation import make_truncation
 from nemo_rl.types import (
+    CollectedGroups,
     Failure,
     FailureClass,
     Prompt,
@@ -45,12 +47,12 @@ from nemo_rl.types import (
 )
 
 ROLLOUTS_FILE = "rollouts/train.jsonl"
-TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}  # of the loss, by the policy's precision; advantages: 1e-5
+TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}  # tolerance of the loss by the policy's precision; advantages: 1e-5
 COMPARED = ("reward", "shaped_reward", "total_num_tokens", "advantages/mean", "advantages/max", "advantages/min")
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ReplayedNumber:
     """One number of a step, as it was logged and as it was computed again."""
 
     name: str
@@ -66,15 +68,15 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The comparisons of one step, and why its loss is not among them, where it is not."""
+    """The comparisons of one step, and the reason if its loss is not among them."""
 
     step: int
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[ReplayedNumber, ...]
     no_loss_because: str | None = None
 
 
 def replay(run_dir: Path, step: int) -> Replay:
-    """Recompute a step; raises ConfigError for a run that cannot be, DataError for files that lack it."""
+    """Recompute a step. Raises ConfigError for a run that cannot be replayed, DataError for a missing step."""
     config_file = run_dir / CONFIG_FILE
     if not config_file.exists():
         raise ConfigError("RUN", str(run_dir), f"no run directory: it has no {CONFIG_FILE}")
@@ -104,7 +106,7 @@ def replay(run_dir: Path, step: int) -> Replay:
 
 
 def _check_replayable(config: GRPORunConfig) -> None:
-    """Raise ConfigError for what the stored rollouts do not tell."""
+    """Raise ConfigError for settings that need more than the stored rollouts."""
     required = {
         "rollout.write_token_ids": (config.rollout.write_token_ids, True),
         "rollout.write_rollouts": (config.rollout.write_rollouts, True),
@@ -131,7 +133,7 @@ def _find_loss_problem(config: GRPORunConfig, run_dir: Path, step: int) -> str |
 
 
 def _find_weights(config: GRPORunConfig, run_dir: Path, step: int) -> str | None:
-    """Return the directory or the name of the model that the step began with; None where it is not stored."""
+    """Return the directory or the name of the model that the step began with; None if it is not stored."""
     if step == 1:
         return asyncio.run(resolve_model(config.policy.model_name))
     checkpoints = Path(config.checkpointing.checkpoint_dir or run_dir / "checkpoints")
@@ -162,18 +164,18 @@ def _loss(loss_fn: LossFn, batch: TrainingBatch) -> float:
     return float(loss)
 
 
-def _compare(logged: Mapping[str, float], replayed: Mapping[str, float], tolerance: float) -> Iterator[Comparison]:
+def _compare(logged: Mapping[str, float], replayed: Mapping[str, float], tolerance: float) -> Iterator[ReplayedNumber]:
     for name in (*COMPARED, "loss"):
         if name in replayed and f"train/{name}" in logged:
             bound = tolerance if name == "loss" else TOLERANCE["float32"]
-            yield Comparison(f"train/{name}", logged[f"train/{name}"], replayed[name], bound)
+            yield ReplayedNumber(f"train/{name}", logged[f"train/{name}"], replayed[name], bound)
 
 
 # ---- the run's files ----
 
 
 def read_metrics(path: Path, step: int) -> dict[str, float]:
-    """Return what was logged of a step; raises DataError where nothing was."""
+    """Return the logged metrics of a step; raises DataError if there are none."""
     found: dict[str, float] = {}
     for row in read_jsonl(path):
         if row.get("step") == step:
@@ -184,7 +186,7 @@ def read_metrics(path: Path, step: int) -> dict[str, float]:
 
 
 def read_groups(path: Path, step: int) -> list[TrajectoryGroup]:
-    """Return the groups of a step in the order of the file; raises DataError where it has none."""
+    """Return the groups of a step in the order of the file; raises DataError if it has none."""
     by_id: dict[str, list[Trajectory]] = {}
     for row in read_jsonl(path):
         if row["step"] == step:
@@ -223,7 +225,7 @@ def _read_log(messages: Sequence[Mapping[str, Any]]) -> tuple[TokenizedMessage, 
 
 
 def format_replay(result: Replay) -> str:
-    """Format a line for each number, and why the loss is missing where it is."""
+    """Format one line per number, and the reason if the loss is missing."""
     lines = [
         f"{c.name:<24} logged {c.logged:<14.7g} replayed {c.replayed:<14.7g} {'agrees' if c.agrees else 'DIFFERS'}"
         for c in result.comparisons
@@ -234,7 +236,7 @@ def format_replay(result: Replay) -> str:
 
 
 def run_replay(run_dir: Path, step: int) -> ExitCode:
-    """Replay a step and print the comparison; FAILED where a number differs."""
+    """Replay a step and print the comparison; FAILED if a number differs."""
     result = replay(run_dir, step)
     sys.stdout.write(format_replay(result))
     return ExitCode.DONE if all(c.agrees for c in result.comparisons) else ExitCode.FAILED

@@ -1,25 +1,29 @@
-"""The weight transports: under which layouts each works, how each is made, and which one `auto` chooses.
+"""The weight transports: the layouts under which each works, how each is made, and which one `auto` chooses.
 
-Loads neither torch nor Ray; a transport's own module is imported when it is made.
+Loads neither torch nor Ray; the module of a transport is imported when the transport is made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import Field
 
-from nemo_rl.config.kinds import Entry
+from nemo_rl.config.kinds import Entry, factory_at
 from nemo_rl.config.registries import WEIGHT_TRANSPORTS
-from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.errors import ConfigError
+from nemo_rl.interfaces import HasReplicas
 
 if TYPE_CHECKING:
     from nemo_rl.config.layout import Layout
-    from nemo_rl.interfaces import Generation, Policy, Weights
+    from nemo_rl.interfaces import Generation, Policy
+    from nemo_rl.weight_manifests import Weights
 
 KEY = "weight_sync.transport"
+NO_CUDA = "there is no CUDA device"
 IN_DRIVER = "an engine in the driver's process copies the policy's tensors or maps a file"
+ONLY_ENGINE = "engine 0"  # name of an engine without a router
 
 
 class Transport(Protocol):
@@ -30,16 +34,16 @@ class Transport(Protocol):
         ...
 
     async def deliver(self, policy: "Policy", generation: "Generation", staged: "Weights", weight_version: int) -> None:
-        """Load them into all engines, which are paused."""
+        """Load the staged weights into all engines, which are paused."""
         ...
 
     def close(self) -> None:
-        """Free what is held; may be called twice."""
+        """Free all resources; may be called twice."""
         ...
 
 
 def works_everywhere(layout: "Layout") -> str | None:
-    """Return no problem with any layout."""
+    """Return None: no layout is a problem."""
     return None
 
 
@@ -47,15 +51,21 @@ def works_everywhere(layout: "Layout") -> str | None:
 class TransportEntry(Entry[WeightSyncConfig]):
     """A weight transport; `make` is called with the section and the layout."""
 
-    find_problem: Callable[["Layout"], str | None] = field(default=works_everywhere)  # why not under a layout
-    preference: int = 0  # `auto` chooses the highest of those that work; 0: only by name
+    find_problem: Callable[["Layout"], str | None] = field(default=works_everywhere)  # why a layout is unsupported
+    preference: int = 0  # `auto` chooses the highest among those that work; 0: only by name
+
+
+class CustomTransportConfig(WeightSyncConfig):
+    """`weight_sync` with a user's transport, by dotted path."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the class or function
 
 
 def choose_transport(wanted: str, layout: "Layout") -> str:
-    """Return the name of the transport for `wanted` under `layout`; raises ConfigError where it does not work.
+    """Return the name of the transport for `wanted` under `layout`; raises ConfigError if it does not work there.
 
     auto: on CUDA nccl for engines with devices of their own, cuda_ipc for engines on the policy's; else in_process for
-    an engine in the policy's process, shared_memory where all engines are on the first policy worker's machine, or
+    an engine in the policy's process, shared_memory if all engines are on the first policy worker's machine, or
     object_store.
     """
     entries = {name: _entry(name) for name in WEIGHT_TRANSPORTS.names}
@@ -82,12 +92,6 @@ def adapt_transport(key: str, path: str, target: Any) -> TransportEntry:
     return TransportEntry(CustomTransportConfig, make=lambda section, layout: target(**section.kwargs))
 
 
-class CustomTransportConfig(WeightSyncConfig):
-    """`weight_sync` with a user's transport, by dotted path."""
-
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the class or function
-
-
 def _entry(name: str) -> TransportEntry:
     entry = WEIGHT_TRANSPORTS.entry(name, key=KEY)
     if not isinstance(entry, TransportEntry):
@@ -95,26 +99,10 @@ def _entry(name: str) -> TransportEntry:
     return entry
 
 
-def _make_chosen(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    return make_transport(section, layout)
-
-
-AUTO = TransportEntry(WeightSyncConfig, make=_make_chosen)
-
-
 def _in_process_problem(layout: "Layout") -> str | None:
     if layout.device == "cuda":
-        return "all weights would be on the device once more where the policy keeps them elsewhere, or merges adapters"
+        return "would hold a second copy of the weights on the GPU if the policy offloads them or merges adapters"
     return None if layout.engine_with_policy else "policy and engine are in processes of their own"
-
-
-def _make_in_process(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    from nemo_rl.weight_sync.refit import InProcess
-
-    return InProcess()
-
-
-IN_PROCESS = TransportEntry(WeightSyncConfig, make=_make_in_process, find_problem=_in_process_problem, preference=5)
 
 
 def _shared_memory_problem(layout: "Layout") -> str | None:
@@ -123,37 +111,15 @@ def _shared_memory_problem(layout: "Layout") -> str | None:
     return "engines on other machines than the policy's first rank cannot map its file"
 
 
-def _make_shared_memory(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    from nemo_rl.weight_sync.refit import SharedMemory
-
-    return SharedMemory()
-
-
-SHARED_MEMORY = TransportEntry(
-    WeightSyncConfig, make=_make_shared_memory, find_problem=_shared_memory_problem, preference=2
-)
-
-
 def _object_store_problem(layout: "Layout") -> str | None:
     if layout.engine_in_driver:
         return IN_DRIVER
     return None if layout.needs_cluster else "a run in one process has no object store"
 
 
-def _make_object_store(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    from nemo_rl.weight_sync.refit import ObjectStore
-
-    return ObjectStore()
-
-
-OBJECT_STORE = TransportEntry(
-    WeightSyncConfig, make=_make_object_store, find_problem=_object_store_problem, preference=1
-)
-
-
 def _cuda_ipc_problem(layout: "Layout") -> str | None:
     if layout.device != "cuda":
-        return "there is no CUDA device"
+        return NO_CUDA
     if layout.is_split:
         return "policy and engines have devices of their own"
     if layout.engine_in_driver:
@@ -165,39 +131,52 @@ def _cuda_ipc_problem(layout: "Layout") -> str | None:
     return None
 
 
-def _make_cuda_ipc(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    from nemo_rl.weight_sync.device_memory import CudaIpc
-
-    return CudaIpc(ranks_of_engines=_ranks_of_engines(layout))
-
-
-def _ranks_of_engines(layout: "Layout") -> dict[str, frozenset[int]]:
-    """Return the policy ranks on the devices of each engine, by the engine's name."""
-    return {
-        f"engine {index}": frozenset(
-            rank
-            for rank, slot in enumerate(layout.ranks)
-            if slot.node == engine.node and not set(slot.gpus).isdisjoint(engine.gpus)
-        )
-        for index, engine in enumerate(layout.engines)
-    }
-
-
-CUDA_IPC = TransportEntry(WeightSyncConfig, make=_make_cuda_ipc, find_problem=_cuda_ipc_problem, preference=3)
-
-
 def _nccl_problem(layout: "Layout") -> str | None:
     if layout.device != "cuda":
-        return "there is no CUDA device"
+        return NO_CUDA
     if not layout.is_split:
-        return "NCCL has one member a device, and policy and engines share theirs"
+        return "NCCL needs one rank per device, and policy and engines share theirs"
     return IN_DRIVER if layout.engine_in_driver else None
 
 
-def _make_nccl(section: WeightSyncConfig, layout: "Layout") -> Transport:
-    from nemo_rl.weight_sync.device_memory import Broadcast
+def engine_replicas(generation: "Generation") -> Sequence["Generation"]:
+    """Return the engines that hold weights of their own: the replicas of a router, else the engine itself."""
+    return generation.replicas if isinstance(generation, HasReplicas) else (generation,)
 
-    return Broadcast(backend="nccl", workers_per_engine=max(len(engine.gpus) for engine in layout.engines))
+
+def engine_names(generation: "Generation") -> Sequence[str]:
+    """Return the names of `engine_replicas`, in their order."""
+    return generation.replica_names if isinstance(generation, HasReplicas) else (ONLY_ENGINE,)
 
 
-NCCL = TransportEntry(WeightSyncConfig, make=_make_nccl, find_problem=_nccl_problem, preference=4)
+AUTO = TransportEntry(WeightSyncConfig, make=make_transport)
+IN_PROCESS = TransportEntry(
+    WeightSyncConfig,
+    make=factory_at("nemo_rl.weight_sync.in_process:make_in_process"),
+    find_problem=_in_process_problem,
+    preference=5,
+)
+NCCL = TransportEntry(
+    WeightSyncConfig,
+    make=factory_at("nemo_rl.weight_sync.nccl:make_nccl"),
+    find_problem=_nccl_problem,
+    preference=4,
+)
+CUDA_IPC = TransportEntry(
+    WeightSyncConfig,
+    make=factory_at("nemo_rl.weight_sync.cuda_ipc:make_cuda_ipc"),
+    find_problem=_cuda_ipc_problem,
+    preference=3,
+)
+SHARED_MEMORY = TransportEntry(
+    WeightSyncConfig,
+    make=factory_at("nemo_rl.weight_sync.shared_memory:make_shared_memory"),
+    find_problem=_shared_memory_problem,
+    preference=2,
+)
+OBJECT_STORE = TransportEntry(
+    WeightSyncConfig,
+    make=factory_at("nemo_rl.weight_sync.object_store:make_object_store"),
+    find_problem=_object_store_problem,
+    preference=1,
+)

@@ -112,7 +112,7 @@ def check_refits(case: Case, deadline: float) -> int:
 
 def measure_refits(case: Case, wanted: list[tuple[int, bool]]) -> Iterator[dict[str, Any]]:
     """Yield the verdict of a refit for each seed and whether its weights are right."""
-    from nemo_rl.config.run import WeightSyncConfig
+    from nemo_rl.config.shared_sections import WeightSyncConfig
     from nemo_rl.errors import WeightSyncError
     from nemo_rl.policy import logprobs
     from nemo_rl.weight_sync.refit import TransportWeightSync

@@ -4,6 +4,7 @@ It needs what the package itself imports (torch, transformers, tensordict, pydan
 
 PYTHONPATH=. python scripts/acceptance/gpu_trainer.py                   a random model of Qwen2.5-1.5B's shape
 PYTHONPATH=. python scripts/acceptance/gpu_trainer.py --device cpu      a tiny one, to try the script itself
+PYTHONPATH=. python scripts/acceptance/gpu_trainer.py --parts megatron  Megatron's worker, which needs its own process
 
 Prints a table and writes gpu_trainer.json. Each part runs whether or not an earlier one failed; the exit code is 1
 where one did. docs/gpu.md says what has been measured with it.
@@ -33,10 +34,10 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.config.policy import OptimizerConfig, PolicyConfig
 from nemo_rl.distributed.tensor_transfer import new_token, receive_tensors, send_tensors
-from nemo_rl.policy import logprobs
+from nemo_rl.policy import log_softmax, logprobs
+from nemo_rl.policy.hf_model import train_flops
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.ranks import SINGLE_RANK
-from nemo_rl.policy.worker import train_flops
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # bfloat16, dense (NVIDIA's data sheets)
 GB = 1e9
@@ -147,22 +148,28 @@ def measure_training(bench: Bench, *, packed: bool) -> dict[str, Any]:
 
 
 def measure_block_sizes(bench: Bench) -> dict[str, Any]:
-    """Measure the log-probs of one chunk, forward and backward, by the numbers in a block of rows."""
+    """Measure the log-probs of one chunk, forward and backward: by the numbers in a block of rows, and by kernels."""
     shape, device = (bench.sizes.chunk, bench.sizes.model.vocab_size), bench.device
     ids = torch.zeros((bench.sizes.chunk, 1), dtype=torch.int64, device=device)
     name = "CPU_BLOCK" if device.type == "cpu" else "ACCELERATOR_BLOCK"
-    usual, found = getattr(logprobs, name), {}
+    usual, has_kernels, found = getattr(log_softmax, name), log_softmax.has_kernels, {}
 
     def call() -> None:
         logits = torch.zeros(shape, device=device, requires_grad=True)
-        logprobs.logprobs_and_entropy(logits * 1, ids)[0].sum().backward()
+        log_softmax.logprobs_and_entropy(logits * 1, ids)[0].sum().backward()
 
+    if device.type == "cuda":
+        assert has_kernels(device), "Triton kernels are not used; the log says why"
+        found["kernel_error"] = log_softmax.kernel_error(device)
+        found["kernels_ms"] = 1e3 * seconds_of(call, device, bench.sizes.repeats)
     try:
+        log_softmax.has_kernels = lambda device: False
         for power in (22, 24, 26, 28):
-            setattr(logprobs, name, 2**power)
+            setattr(log_softmax, name, 2**power)
             found[f"2**{power}_ms"] = 1e3 * seconds_of(call, device, bench.sizes.repeats)
     finally:
-        setattr(logprobs, name, usual)
+        setattr(log_softmax, name, usual)
+        log_softmax.has_kernels = has_kernels
     return found
 
 
@@ -193,7 +200,7 @@ def measure_logits(bench: Bench) -> dict[str, Any]:
 
 def measure_fake_peak(bench: Bench) -> dict[str, Any]:
     """Compare the peak of FSDP2's real step on one rank with that of fake tensors."""
-    from nemo_rl.policy.memory_trace import TraceCase, trace_peaks
+    from tests.support.memory_trace import TraceCase, trace_peaks
 
     policy = PolicyConfig(
         model_name="random",
@@ -309,7 +316,7 @@ def _receive_buckets(connection: Any, token: str, device_type: str) -> None:
     connection.send(found)
 
 
-def measure_sft(bench: Bench) -> dict[str, Any]:
+def measure_sft(bench: Bench, **options: Any) -> dict[str, Any]:
     """Train on one small batch through the policy's own worker; its loss must fall by a half."""
     from nemo_rl.policy.worker import make_policy_worker
 
@@ -325,6 +332,7 @@ def measure_sft(bench: Bench) -> dict[str, Any]:
             train_micro_batch_size=8,
             max_total_sequence_length=bench.sizes.longest,
             optimizer=OptimizerConfig(kwargs={"lr": 1e-4 if bench.device.type == "cuda" else 1e-2}),
+            **options,
         )
         worker = make_policy_worker(
             policy,
@@ -348,7 +356,7 @@ def _sft_batch(bench: Bench) -> tuple[Any, Any]:
     from tensordict import TensorDict
 
     from nemo_rl import batch as keys
-    from nemo_rl.interfaces import Metric, RequiredScores
+    from nemo_rl.loss_types import Metric, RequiredScores
     from nemo_rl.policy.micro_batches import loss_mask
 
     class NegativeLogLikelihood:
@@ -380,7 +388,9 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "ipc": measure_ipc,
     "buckets": measure_buckets,
     "sft": measure_sft,
+    "megatron": lambda bench: measure_sft(bench, megatron_cfg={"enabled": True}),
 }
+OF_OWN_PROCESS = ("megatron",)  # sets up process groups, and on a CPU changes torch.cuda, for all of its process
 
 
 def run_parts(bench: Bench, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -401,7 +411,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("gpu_trainer.json"))
-    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; default: all")
+    usual = [name for name in PARTS if name not in OF_OWN_PROCESS]
+    parser.add_argument("--parts", default=",".join(usual), help="comma-separated; default: all but megatron")
     arguments = parser.parse_args()
     names = arguments.parts.split(",")
     if unknown := [name for name in names if name not in PARTS]:

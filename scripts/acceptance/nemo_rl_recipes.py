@@ -35,7 +35,7 @@ OUT_OF_SCOPE = re.compile(  # experts, images and sound, FP8 and quantisation, o
 )
 
 
-def measure(root: Path, *, verbose: bool) -> int:
+def measure(root: Path, *, verbose: bool) -> int:  # a table of counts, filled in one pass  # noqa: C901
     """Print the shares of the checkout's recipes that load, and the commonest obstacles; return how many crash."""
     os.chdir(root)
     logging.disable(logging.WARNING)
@@ -83,13 +83,13 @@ def _problems(path: Path, family: str, *, allow_unsupported: bool) -> list[Confi
 
 @functools.cache
 def _find_family(path: Path) -> str | None:
-    raw = loading._read_raw(CollectRunConfig, path, ())  # pyright: ignore[reportPrivateUsage]
+    raw = loading.read_raw(CollectRunConfig, path, ())
     return next((name for name in LOADERS if name in raw), None)
 
 
 @functools.cache
 def _is_out_of_scope(path: Path, family: str) -> bool:
-    raw = loading._read_raw(CollectRunConfig, path, ())  # pyright: ignore[reportPrivateUsage]
+    raw = loading.read_raw(CollectRunConfig, path, ())
     policy = raw.get("policy") or {}
     generation = policy.get("generation") or {}
     megatron, dtensor = policy.get("megatron_cfg") or {}, policy.get("dtensor_cfg") or {}

@@ -71,7 +71,7 @@ def record(directory: Path, names: list[str]) -> int:
         runs = dict(RUNS)
         for recipe in SMALL_RECIPES:
             path = Path(scratch) / f"{recipe}.yaml"
-            path.write_text(SMALL_MODEL.format(recipe=Path("nemo_rl/recipes").absolute() / f"{recipe}.yaml"))
+            path.write_text(SMALL_MODEL.format(recipe=recipe))
             runs[recipe] = ("run_grpo.py", ("--config", str(path)))
         runs = {name: run for name, run in runs.items() if not names or name in names}
         for name, (script, arguments) in runs.items():

@@ -1,6 +1,6 @@
 """A reward model from preferences to GRPO: its score rises, and the right answers beside it.
 
-uv run scripts/acceptance/reward_model.py           run_rm.py whole, then 80 steps of nemo_rl/recipes/reward_model.yaml
+uv run scripts/acceptance/reward_model.py           run_rm.py whole, then 80 steps of examples/configs/reward_model.yaml
 """
 
 import argparse

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.viewer.site import export, export_group
-from nemo_rl.viewer.sources import Sources
+from nemo_rl.viewer.export import export_group, export_site
+from nemo_rl.viewer.viewer_sources import ViewerSources
 from tests.browser.served import CHROMIUM, served, write_runs
 from tests.unit.viewer.hostile import TEXTS
 from tests.unit.viewer.rundirs import rollout, write_lines
@@ -346,10 +346,10 @@ def test_wrong_address_is_a_clear_page(page: Any) -> None:
 
 
 def test_export_opens_from_disk_without_a_request(browser: Any, runs: Path, tmp_path: Path) -> None:
-    sources = Sources.open([runs / "exp_001", runs / "agent"], cache=tmp_path / "cache")
+    sources = ViewerSources.open([runs / "exp_001", runs / "agent"], cache=tmp_path / "cache")
     for source in sources.by_id.values():
         source.complete()
-    export(sources, tmp_path / "out", max_pages=150)
+    export_site(sources, tmp_path / "out", max_pages=150)
     page = browser.new_context().new_page()
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
@@ -366,7 +366,7 @@ def test_export_opens_from_disk_without_a_request(browser: Any, runs: Path, tmp_
 
 
 def test_group_as_one_file(browser: Any, runs: Path, tmp_path: Path) -> None:
-    sources = Sources.open([runs / "exp_001"], cache=tmp_path / "cache")
+    sources = ViewerSources.open([runs / "exp_001"], cache=tmp_path / "cache")
     sources.get("exp_001").complete()
     export_group(sources, "exp_001", "1:a", 1, tmp_path / "group.html")
     page = browser.new_context().new_page()

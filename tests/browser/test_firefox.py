@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.viewer.site import export
-from nemo_rl.viewer.sources import Sources
+from nemo_rl.viewer.export import export_site
+from nemo_rl.viewer.viewer_sources import ViewerSources
 from tests.browser.firefox import BidiError, Tab, firefox
 from tests.browser.served import FIREFOX, served, write_runs
 from tests.unit.viewer.rundirs import rollout, write_lines
@@ -99,9 +99,9 @@ def test_follow_a_running_step(tab: Tab, home: str, runs: Path) -> None:
 
 
 def test_export_opens_from_disk_without_a_request(tab: Tab, runs: Path, tmp_path: Path) -> None:
-    sources = Sources.open([runs / "exp_001"], cache=tmp_path / "cache")
+    sources = ViewerSources.open([runs / "exp_001"], cache=tmp_path / "cache")
     sources.get("exp_001").complete()
-    export(sources, tmp_path / "out", max_pages=60)
+    export_site(sources, tmp_path / "out", max_pages=60)
     tab.goto((tmp_path / "out" / "index.html").as_uri())
     tab.click("a.open", "exp_001")
     tab.click("a.open", "step 3")

@@ -2,8 +2,11 @@
 
 import asyncio
 import importlib
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.environments.utils import chunk_list_to_workers
+from nemo_rl.errors import ConfigError
 from nemo_rl.types import EnvStep, Message
 
 CLASSES = "tests.compat.environments"
@@ -130,33 +134,62 @@ def test_prompts_of_a_task_are_read_from_files(tmp_path: Any) -> None:
         TaskDataSpec(system_prompt_file=tmp_path / "missing.txt")
 
 
+def refusal(statement: str, directory: Path) -> str:
+    """Return the error of a class, named by its dotted path, whose module has this statement."""
+    name = f"users_{uuid4().hex}"
+    (directory / f"{name}.py").write_text(f"{statement}\n\nclass Environment: ...\n")
+    with pytest.raises(ConfigError) as error:
+        ENVIRONMENTS.entry(f"{name}.Environment", key="env.user.type")
+    assert error.value.problem.startswith(f"module '{name}' cannot be imported: ")
+    return error.value.problem
+
+
+@pytest.fixture
+def user_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize(
-    ("module", "said"),
+    ("statement", "said"),
     [
-        ("nemo_rl.utils.config", r"nemo_rl\.config\.loading"),
-        ("nemo_rl.models.generation.vllm", r"nemo_rl\.generation"),
-        ("nemo_rl.environments.math_environment", "type: math"),
-        ("nemo_rl.evals.eval", "run_eval.py"),
-        ("nemo_rl.algorithms.sft", "script in examples"),
-        ("nemo_rl.algorithms.dpo", "script in examples"),
-        ("nemo_rl.algorithms.loss.interfaces", r"nemo_rl\.losses"),
+        ("import nemo_rl.utils.config", r"nemo_rl\.config\.loading"),
+        ("from nemo_rl.utils.config import load_config", r"nemo_rl\.config\.loading"),
+        ("import nemo_rl.models.generation.vllm", r"nemo_rl\.generation"),
+        ("from nemo_rl import models", r"nemo_rl\.generation"),
+        ("import nemo_rl.environments.math_environment", "type: math"),
+        ("import nemo_rl.evals.eval", "run_eval.py"),
+        ("import nemo_rl.algorithms.sft", "script in examples"),
+        ("import nemo_rl.algorithms.dpo", "script in examples"),
+        ("import nemo_rl.algorithms.loss.interfaces", r"nemo_rl\.losses"),
+        ("from nemo_rl.algorithms.grpo import MasterConfig", r"nemo_rl\.config\.master"),
+        ("from nemo_rl.algorithms.grpo import grpo_train", "script in examples"),
     ],
 )
-def test_a_module_that_does_not_exist_says_what_replaces_it(module: str, said: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match=said):
-        importlib.import_module(module)
+def test_a_missing_module_or_name_of_nemo_rl_says_what_replaces_it(
+    statement: str, said: str, user_directory: Path
+) -> None:
+    assert re.search(
+        rf"\(a (module|name) of NeMo-RL; here: .*{said}.*docs/from_nemo_rl\.md\)$", refusal(statement, user_directory)
+    )
 
 
-def test_other_missing_modules_are_pythons_own_error() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'nemo_rl\.nothing'"):
-        importlib.import_module("nemo_rl.nothing")
+def test_a_class_of_nemo_rl_that_is_named_in_a_recipe_says_what_replaces_it() -> None:
+    with pytest.raises(ConfigError, match=r"a module of NeMo-RL; here: env\.<name>\.type: math"):
+        ENVIRONMENTS.entry("nemo_rl.environments.math_environment.MathEnvironment", key="env.user.type")
+
+
+def test_other_missing_modules_and_names_are_pythons_own_error(user_directory: Path) -> None:
+    assert refusal("import nemo_rl.nothing", user_directory).endswith("No module named 'nemo_rl.nothing'")
+    assert re.search(
+        r"'nothing' from 'nemo_rl\.algorithms\.grpo' \(\S+\)$",
+        refusal("from nemo_rl.algorithms.grpo import nothing", user_directory),
+    )
 
 
 @pytest.mark.parametrize(
     ("module", "name", "said"),
     [
-        ("nemo_rl.algorithms.grpo", "MasterConfig", "nemo_rl.config.master"),
-        ("nemo_rl.algorithms.grpo", "grpo_train", "script in examples"),
         ("nemo_rl.distributed.virtual_cluster", "RayVirtualCluster", "section `cluster`"),
         ("nemo_rl.environments.utils", "create_env", "make_environment"),
     ],
@@ -176,15 +209,3 @@ def test_the_three_schedulers_have_their_names() -> None:
         "run_multi_turn_rollout_async_generation",
     ):
         assert asyncio.iscoroutinefunction(getattr(rollouts, name))
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["run_multi_turn_rollout", "run_async_multi_turn_rollout", "run_multi_turn_rollout_async_generation"],
-)
-def test_schedulers_called_as_nemo_rls_say_how_they_are_called_here(name: str) -> None:
-    scheduler: Any = getattr(importlib.import_module("nemo_rl.experience.rollouts"), name)
-    with pytest.raises(TypeError, match=rf"{name} is called with jobs, dependencies and options.*docs/rollouts\.md"):
-        asyncio.run(scheduler(policy_generation=None, input_batch=BatchedDataDict(), tokenizer=None, task_to_env={}))
-    with pytest.raises(TypeError, match="RolloutOptions"):
-        asyncio.run(scheduler(None, BatchedDataDict(), None, {}, 8))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.compat.translation import format_translation
 from nemo_rl.config.data import resolve_dataset
 from nemo_rl.config.loading import (
-    format_translation,
     load_config,
     load_distillation_config,
     load_dpo_config,

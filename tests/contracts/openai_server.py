@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nemo_rl.distributed.machine import unused_port
-from nemo_rl.generation.vllm.engine import environment
+from nemo_rl.generation.vllm.process_environment import environment
 
 START_S = 240.0
 SERVED_NAME = "served"

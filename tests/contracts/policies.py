@@ -8,9 +8,10 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.interfaces import TopK
+from nemo_rl.loss_types import TopK
+from nemo_rl.policy.batch_transfer import merge_recorded, merge_rows
 from nemo_rl.policy.hf_model import decoder_layers
-from nemo_rl.policy.ranks import RankLayout, merge_recorded, merge_rows
+from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.truncation import WHOLE, Truncation
 from nemo_rl.policy.worker import PolicyWorker, make_policy_worker
 

@@ -104,7 +104,7 @@ class RankPool:
 def _fork_ranks(connections: list[Connection]) -> None:
     """Return the process that has imported everything, by importing this module and the jobs' modules."""
     import tests.contracts.policies  # noqa: F401  the jobs, and with them transformers
-    from nemo_rl.policy.megatron.backend import import_megatron
+    from nemo_rl.policy.megatron.start import import_megatron
 
     import_megatron()
 

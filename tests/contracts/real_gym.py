@@ -37,6 +37,7 @@ MCQA = "mcqa_simple_agent"
 TOOL_CALL = "example_single_tool_call_simple_agent"
 BLACKJACK = "blackjack_gymnasium_agent"
 AGENTS = (REASONING_GYM, MCQA, TOOL_CALL, BLACKJACK)
+POLICY_API_KEY = "key-of-the-run"
 NUM_SERVERS = 9  # an agent and its environment each, and the model
 END_TIMEOUT_S = 60.0
 
@@ -48,7 +49,7 @@ def real_gym(policy_base_url: str, **settings: Any) -> Iterator[str]:
     given = {
         "config_paths": list(CONFIG_PATHS),
         "policy_base_url": policy_base_url,
-        "policy_api_key": "unused",
+        "policy_api_key": POLICY_API_KEY,
         "policy_model_name": "policy",
         "head_server": {"host": "127.0.0.1", "port": ports[0]},
         "ports": ports[1:],

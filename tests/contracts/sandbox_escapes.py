@@ -1,8 +1,8 @@
 """Programs that try to leave the sandbox, by name, and the world outside that is compared before and after each.
 
 Run as a script, by any user: tries every program and prints the ones that got out as JSON, by name. Those that leave
-their process as it is are tried one after the other in one sandbox; where anything there is not as it should be, each
-of them is tried again in a sandbox of its own, which tells which one got out.
+their process as it is are tried one after the other in one sandbox, the others in sandboxes of their own, several at
+once; where anything is not as it should be, each of them is tried again alone, which tells which one got out.
 A program prints ESCAPED where it has what it wanted, and REACHED where the kernel looked at its arguments instead of
 refusing the call. Whatever it prints, nothing outside may have changed.
 """
@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,14 @@ from nemo_rl.environments.sandbox_launcher import DEVICES, READABLE
 
 SECRET = "the-trainers-secret"
 LIMITS = sandbox.SandboxLimits(cpu_s=20, wall_s=60, memory_bytes=256 * 1024 * 1024, max_output_chars=1 << 20)
+NUM_AT_ONCE = 8
+ENDED = "not all were tried"
+ENDLESS_LIMITS = sandbox.SandboxLimits(cpu_s=1, wall_s=1, memory_bytes=256 * 1024 * 1024)
 SHOWN = [*READABLE, *map(os.path.realpath, READABLE), *DEVICES, tempfile.gettempdir()]
 ROOT_NAMES = sorted({path.split("/")[1] for path in SHOWN})  # of the private view: the first directory of each path
+STRAYS = [
+    f"{directory}/escape{end}" for directory in ("/dev/shm", "/tmp", "/var/tmp", "/dev/mqueue") for end in ("", "-x")
+]
 REFUSED = "{1, 2, 13, 17, 20, 30, 38}"  # EPERM, ENOENT, EACCES, EEXIST, ENOTDIR, EROFS, ENOSYS
 PRELUDE = f"""
 import ctypes, os
@@ -52,6 +59,9 @@ def listing(path, allowed=()):
         print(OUT if set(os.listdir(path)) - set(allowed) else 'refused')
     except OSError as error:
         report(-1, error.errno)
+def fill(name, size=4 << 20):
+    with open(name, 'wb') as file:
+        return file.write(bytes(size))
 buffer = ctypes.create_string_buffer(4096)
 """
 
@@ -67,6 +77,13 @@ CALLS: dict[str, tuple[int | None, int | None, str]] = {
     "execveat": (322, 281, "-100, '/bin/true', 0, 0, 0"),
     "setpgid": (109, 154, "0, 0"),
     "setsid": (112, 157, ""),
+    "vfork": (58, None, ""),
+    "clone as vfork": (56, 220, "0x4111, 0, 0, 0, 0"),
+    "clone3 into namespaces": (435, 435, "(0x30000000).to_bytes(8, 'little') + bytes(80), 88"),
+    "execveat by a descriptor": (322, 281, "os.open('/usr/bin/env', os.O_RDONLY), '', 0, 0, 0x1000"),
+    "wait4": (61, 260, "-1, 0, 1, 0"),
+    "waitid": (247, 95, "0, 0, buffer, 5, 0"),
+    "a number with high bits": (57 | 1 << 32, 220 | 1 << 32, "17, 0, 0, 0, 0"),
     # signals
     "kill": (62, 129, "VICTIM, 9"),
     "kill everything": (62, 129, "-1, 0"),
@@ -102,6 +119,16 @@ CALLS: dict[str, tuple[int | None, int | None, str]] = {
     "ptrace": (101, 117, "16, VICTIM, 0, 0"),
     "ptrace seize": (101, 117, "0x4206, VICTIM, 0, 0"),
     "ptrace the parent": (101, 117, "16, os.getppid(), 0, 0"),
+    "ptrace by the parent": (101, 117, "0, 0, 0, 0"),
+    "sched_getscheduler of another": (145, 120, "VICTIM"),
+    "sched_getparam of another": (143, 121, "VICTIM, buffer"),
+    "sched_getattr of another": (315, 275, "VICTIM, buffer, 48, 0"),
+    "ioprio_get of another": (252, 31, "1, VICTIM"),
+    "get_mempolicy": (239, 236, "buffer, 0, 0, 0, 0"),
+    "set_mempolicy": (238, 237, "0, 0, 0"),
+    "mbind": (237, 235, "0, 4096, 0, 0, 0, 0"),
+    "remap_file_pages": (216, 234, "0, 4096, 0, 0, 0"),
+    "process_vm_readv of itself": (310, 270, "os.getpid(), buffer, 0, buffer, 0, 0"),
     "process_vm_readv": (310, 270, "VICTIM, buffer, 1, buffer, 1, 0"),
     "process_vm_writev": (311, 271, "VICTIM, buffer, 1, buffer, 1, 0"),
     "process_madvise": (440, 440, "0, buffer, 1, 20, 0"),
@@ -137,6 +164,15 @@ CALLS: dict[str, tuple[int | None, int | None, str]] = {
     "bind": (49, 200, "0, buffer, 16"),
     "sendto": (44, 206, "0, buffer, 1, 0, 0, 0"),
     "sendmsg": (46, 211, "0, buffer, 0"),
+    "listen": (50, 201, "0, 1"),
+    "accept4": (288, 242, "0, 0, 0, 0"),
+    "recvmsg": (47, 212, "0, buffer, 0"),
+    "sendmmsg": (307, 269, "0, buffer, 1, 0"),
+    "setsockopt": (54, 208, "0, 1, 2, buffer, 4"),
+    "io_submit": (209, 2, "0, 0, 0"),
+    "fanotify_mark": (301, 263, "0, 1, 2, -100, '/'"),
+    "inotify_add_watch": (254, 27, "0, OUTSIDE, 2"),
+    "memory of a signal by signalfd": (282, None, "-1, buffer, 8"),
     "io_uring_setup": (425, 425, "8, buffer"),
     "io_uring_enter": (426, 426, "0, 1, 0, 0, 0, 0"),
     "io_uring_register": (427, 427, "0, 0, 0, 0"),
@@ -153,6 +189,10 @@ CALLS: dict[str, tuple[int | None, int | None, str]] = {
     "msgget": (68, 186, "0x5A5A, 0o1777"),
     "semget": (64, 190, "0x5A5A, 1, 0o1777"),
     "semop": (65, 193, "0, buffer, 1"),
+    "shmctl": (31, 195, "0, 14, buffer"),
+    "msgsnd": (69, 189, "0, buffer, 1, 0"),
+    "msgctl": (71, 187, "0, 12, buffer"),
+    "semctl": (66, 191, "0, 0, 19, buffer"),
     "mq_open": (240, 180, "'escape', 0o102, 0o666, 0"),
     "mq_unlink": (241, 181, "'escape'"),
     "memfd_create": (319, 279, "'escape', 0"),
@@ -179,6 +219,8 @@ CALLS: dict[str, tuple[int | None, int | None, str]] = {
     "fsetxattr": (190, 7, "1, 'user.escape', b'x', 1, 0"),
     "setxattrat": (463, 463, "-100, OUTSIDE + '/victim', 0, 'user.escape', buffer, 16"),
     "removexattr": (197, 14, "OUTSIDE + '/victim', 'user.escape'"),
+    "listxattr": (194, 11, "OUTSIDE + '/victim', buffer, 100"),
+    "creat": (85, None, "OUTSIDE + '/new', 0o666"),
     "getxattr": (191, 8, "OUTSIDE + '/victim', 'user.kept', buffer, 100"),
     # making and reaching files
     "mknod device": (133, None, "'device', 0o20666, 0x103"),
@@ -201,6 +243,11 @@ CALLS: dict[str, tuple[int | None, int | None, str]] = {
     "openat2": (437, 437, "-100, OUTSIDE + '/open', bytes([2]) + bytes(23), 24"),
     "copy_file_range": (326, 285, "0, 0, 1, 0, 1, 0"),
     "splice": (275, 76, "0, 0, 1, 0, 1, 0"),
+    "tee": (276, 77, "0, 1, 1, 0"),
+    "vmsplice": (278, 75, "1, buffer, 1, 0"),
+    "sync_file_range": (277, 84, "1, 0, 0, 7"),
+    "syncfs": (306, 267, "1"),
+    "statfs": (137, 43, "'/', buffer"),
     "fallocate": (285, 47, "1, 0, 0, 1 << 30"),
     "sync": (162, 81, ""),
     # namespaces, mounts and the machine
@@ -216,6 +263,14 @@ CALLS: dict[str, tuple[int | None, int | None, str]] = {
     "open_tree": (428, 428, "-100, '/', 1"),
     "move_mount": (429, 429, "-100, '.', -100, '/', 0"),
     "mount_setattr": (442, 442, "-100, '/', 0, bytes(32), 32"),
+    "fspick": (433, 433, "-100, '/', 0"),
+    "fsmount": (432, 432, "0, 0, 0"),
+    "listmount": (458, 458, "buffer, buffer, 8, 0"),
+    "statmount": (457, 457, "buffer, buffer, 4096, 0"),
+    "swapon": (167, 224, "'swap', 0"),
+    "quotactl_fd": (443, 443, "0, 0, 0, 0"),
+    "kexec_file_load": (320, 294, "0, 0, 0, 0, 0"),
+    "clock_adjtime": (305, 266, "0, buffer"),
     "swapoff": (168, 225, "'/none'"),
     "sethostname": (170, 161, "'escape', 6"),
     "setdomainname": (171, 162, "'escape', 6"),
@@ -246,20 +301,23 @@ CALLS: dict[str, tuple[int | None, int | None, str]] = {
     "prctl of the tracer": (157, 167, "0x59616D61, -1, 0, 0, 0"),
     "prctl without its death signal": (157, 167, "1, 0, 0, 0, 0"),
     "seccomp": (317, 277, "0, 0, 0"),
+    "setreuid": (113, 145, "0, 0"),
+    "setresgid": (119, 149, "0, 0, 0"),
+    "setfsgid": (123, 152, "0"),
+    "prctl strict seccomp": (157, 167, "22, 1, 0, 0, 0"),
+    "prctl of its memory map": (157, 167, "35, 8, 4096, 0, 0"),
+    "prctl of ambient capabilities": (157, 167, "47, 2, 21, 0, 0"),
+    "prctl as a subreaper": (157, 167, "36, 1, 0, 0, 0"),
+    "lsm_set_self_attr": (460, 460, "100, buffer, 32, 0"),
+    "landlock_restrict_self": (446, 446, "0, 0"),
     "landlock_create_ruleset": (444, 444, "0, 0, 1"),
     "x32 getpid": (0x40000000 + 39, None, ""),
     "x32 execve": (0x40000000 + 520, None, "'/bin/true', 0, 0"),
 }
 CALLS_PRELUDE = "ACL = b''.join(x.to_bytes(n, 'little') for x, n in ((2, 4), (1, 2), (6, 2), (0xFFFFFFFF, 4)))\n"
 
-# Whole programs, by name.
+# Programs that leave their process as it is.
 PROGRAMS: dict[str, str] = {
-    "signal by an asynchronous pipe": """
-import fcntl
-r, w = os.pipe()
-for command, value in ((8, VICTIM), (10, 9), (4, 0o20000 | os.O_NONBLOCK)):
-    libc.fcntl(r, command, value)
-os.write(w, b'x')""",
     "os.fork": "print(OUT, os.fork())",
     "os.system": "print(OUT, os.system('true'))",
     "subprocess": "import subprocess; print(OUT, subprocess.run(['/bin/true']))",
@@ -272,7 +330,6 @@ os.write(w, b'x')""",
     "socketpair by Python": "import _socket; print(OUT, _socket.socketpair())",
     "socket in its directory": "import _socket; _socket.socket(1, 1).bind('here'); print(OUT)",
     "asyncio server": "import asyncio; asyncio.run(asyncio.start_server(print, '0.0.0.0', 0)); print(OUT)",
-    "audit hook replaced": "import sys; sys.addaudithook(lambda *a: None); os.system('true') == 0 and print(OUT)",
     "write": "write(OUTSIDE + '/open')",
     "append": "write(OUTSIDE + '/open', os.O_WRONLY | os.O_APPEND)",
     "truncate on opening": "write(OUTSIDE + '/open', os.O_WRONLY | os.O_TRUNC)",
@@ -322,43 +379,287 @@ write(os.path.dirname(os.__file__) + '/escape', os.O_WRONLY | os.O_CREAT)""",
     "open kvm": "write('/dev/kvm', os.O_RDWR)",
     "open a loop device": "write('/dev/loop-control', os.O_RDWR)",
     "open the GPU": "write('/dev/nvidiactl', os.O_RDWR)",
+    "environment variables": "print(dict(os.environ))",
+    "libc's system": "libc.system(b'true') == 0 and print(OUT)",
+    "libc's popen": "libc.popen.restype = ctypes.c_void_p; libc.popen(b'true', b'r') and print(OUT)",
+    "libc's wordexp": "libc.wordexp(b'$(true)', ctypes.create_string_buffer(64), 0) == 0 and print(OUT)",
+    "libc's pthread_create": "libc.pthread_create(buffer, 0, libc.getpid, 0) == 0 and print(OUT)",
+    "_thread": "import _thread; print(OUT, _thread.start_new_thread(print, ()))",
+    "pty.fork": "import pty; print(OUT, pty.fork())",
+    "asyncio subprocess": "import asyncio; asyncio.run(asyncio.create_subprocess_exec('/bin/true')); print(OUT)",
+    "process pool": "import concurrent.futures as c; c.ProcessPoolExecutor(1).submit(print).result(); print(OUT)",
+    "its own memory by /proc": "write('/proc/self/mem', os.O_RDWR)",
+    "its own files in /proc": """
+for name in ('environ', 'maps', 'status', 'auxv', 'cmdline', 'mounts', 'limits'):
+    read('/proc/self/' + name)
+listing('/proc/self/fd'); listing('/proc/self/task'); listing('/dev/fd')""",
+    "changes of itself by /proc": """
+for name in ('oom_score_adj', 'coredump_filter', 'timerslack_ns', 'uid_map', 'setgroups', 'clear_refs', 'attr/current'):
+    write('/proc/self/' + name)""",
+    "the machine in /proc": """
+for name in ('meminfo', 'cpuinfo', 'mounts', 'net/tcp', 'net/unix', 'keys', 'sysvipc/shm', 'sched_debug', 'kcore'):
+    read('/proc/' + name)""",
+    "the first process": "read('/proc/1/environ'); read('/proc/1/maps'); read('/proc/1/root/etc/passwd')",
+    "the system's directories": "[listing(path) for path in ('/etc', '/boot', '/sys', '/proc', '/run', '/dev/shm')]",
+    "climb out of the installation": "import sys; read(sys.prefix + '/..' * 20 + '/etc/passwd')",
+    "climb by descriptors": """
+here = os.open('/usr', os.O_PATH | os.O_DIRECTORY)
+for _ in range(9):
+    here = os.open('..', os.O_PATH | os.O_DIRECTORY, dir_fd=here)
+for path, flags in ((b'etc/passwd', os.O_RDONLY), ((OUTSIDE + '/open')[1:].encode(), os.O_WRONLY)):
+    report(libc.openat(here, path, flags))""",
+    "whether a file outside exists": "IS_CLOSED and os.path.exists(OUTSIDE + '/secret') and print(OUT)",
+    "the machine's sockets": """
+write('/run/docker.sock'); write('/var/run/docker.sock'); write('/run/dbus/system_bus_socket')""",
+    "virtual devices": """
+for name in ('userfaultfd', 'net/tun', 'vhost-net', 'uinput', 'snapshot', 'vfio/vfio', 'dri/card0', 'nvidia0', 'port'):
+    write('/dev/' + name, os.O_RDWR)""",
+    "the machine's entropy": "report(libc.ioctl(os.open('/dev/urandom', os.O_RDONLY), 0x5204, 0))",
+    "a pseudo terminal": "import pty; print(OUT, pty.openpty())",
+    "shared memory by Python": """
+from multiprocessing import shared_memory as m; print(OUT, m.SharedMemory('escape', True, 9))""",
+    "shared memory by libc": "report(libc.shm_open(b'/escape', 0o102, 0o666))",
+    "a semaphore by libc": """
+libc.sem_open.restype = ctypes.c_void_p; libc.sem_open(b'/escape', 0o100, 0o666, 1) and print(OUT)""",
+    "a queue by libc": "report(libc.mq_open(b'/escape', 0o102, 0o666, 0))",
+    "inotify by libc": "report(libc.inotify_init())",
+    "files by stdio": """
+libc.fopen.restype = ctypes.c_void_p; libc.fopen((OUTSIDE + '/new').encode(), b'w') and print(OUT)""",
+    "files by a database": "import sqlite3; sqlite3.connect(OUTSIDE + '/db').execute('create table t (x)'); print(OUT)",
+    "files by readline": "import readline; readline.write_history_file(OUTSIDE + '/history')",
+    "files by a key log": "import ssl; ssl.create_default_context().keylog_filename = OUTSIDE + '/keys'",
+    "files by logging": "import logging; logging.FileHandler(OUTSIDE + '/log'); print(OUT)",
+    "files by an archive": """
+import io, tarfile
+data = io.BytesIO()
+with tarfile.open(fileobj=data, mode='w') as tar:
+    for name in ('../escape-x', OUTSIDE + '/new'):
+        tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+data.seek(0)
+tarfile.open(fileobj=data).extractall('.')""",
+    "a fifo by libc": "report(libc.mkfifo(b'fifo', 0o666))",
+    "users of the machine": "libc.getpwuid.restype = ctypes.c_void_p; IS_CLOSED and libc.getpwuid(0) and print(OUT)",
+    "environment by libc": """
+environ, n = ctypes.POINTER(ctypes.c_char_p).in_dll(libc, 'environ'), 0
+while environ[n]:
+    print(environ[n]); n += 1""",
+    "frames of the launcher": """
+import sys
+frame = sys._getframe()
+while frame:
+    print([frame.f_locals.get(name) for name in ('settings', 'held', 'tree', 'args')], sys.orig_argv)
+    frame = frame.f_back""",
+    "the launcher's functions": """
+import __main__ as launcher, resource
+settings = {'cpu_s': 99, 'memory_bytes': 1 << 40, 'file_bytes': 1 << 40, 'wall_s': 999, 'user_id': 0, 'without': []}
+launcher.set_limits(settings)
+launcher.become_unprivileged(libc, 0, is_visible=True)
+report(-1 if resource.getrlimit(resource.RLIMIT_FSIZE)[1] < 1 << 30 else 0, 1)""",
+    "resource limits raised": """
+import resource
+for kind in range(16):
+    try:
+        resource.setrlimit(kind, (-1, -1)); print(OUT, kind)
+    except (OSError, ValueError):
+        pass""",
+    "hard links": """
+open('linked', 'w').close()
+for name in ('link', os.path.join('..', 'escape-x'), OUTSIDE + '/link'):
+    report(libc.link(b'linked', name.encode()))""",
+    "its directory moved": """
+for other in ('-x', '/../escape-x'):
+    libc.rename(os.getcwd().encode(), (os.getcwd() + other).encode()) == 0 and print(OUT)
+libc.rmdir(os.getcwd().encode()) == 0 and print(OUT)""",
+    "a whiteout": """
+open('white', 'w').close()
+number = 316 if os.uname().machine == 'x86_64' else 276
+libc.syscall(number, -100, b'white', -100, b'out', 4)""",
+    "a file with set user id": "os.close(os.open('set', os.O_CREAT | os.O_WRONLY, 0o6777))",
+    "a core file": "import resource; print(resource.getrlimit(resource.RLIMIT_CORE)[1] and OUT)",
+}
+# Programs that use up, end or change their process, or look at what it has open.
+ALONE: dict[str, str] = {
+    "signal by an asynchronous pipe": """
+import fcntl
+r, w = os.pipe()
+for command, value in ((8, VICTIM), (10, 9), (4, 0o20000 | os.O_NONBLOCK)):
+    libc.fcntl(r, command, value)
+os.write(w, b'x')""",
+    "audit hook replaced": "import sys; sys.addaudithook(lambda *a: None); os.system('true') == 0 and print(OUT)",
     "inherited descriptors": """
 for descriptor in range(3, 64):
     try:
         os.fstat(descriptor); print(OUT, descriptor)
     except OSError:
         pass""",
-    "environment variables": "print(dict(os.environ))",
     "more memory than allowed": "x = bytearray(1 << 29); print(OUT)",
     "more files than allowed": "x = [open('/dev/null') for _ in range(65)]; print(OUT)",
     "a file larger than allowed": "open('big', 'wb').write(bytes(8 << 20)) > (4 << 20) and print(OUT)",
-    "3,000 nested directories": "for _ in range(3000): os.mkdir('d'); os.chdir('d')",
+    "nested directories": "for _ in range(1500): libc.mkdir(b'd', 0o777); libc.chdir(b'd')",
     "directories without access": "os.mkdir('a', 0o300); os.mkdir('a/b', 0o0); os.mkdir('c', 0)",
     "names that are no text": "os.mkdir(b'\\xff\\xfe'); open(b'\\xff\\xfe/\\n\\xff', 'w')",
+    "names that the clean-up may use": """
+at = os.path.basename(os.getcwd())
+for n in range(9):
+    for name in (f'{at}-{n}', f'{at}{n}', f'{n}', f'.{n}', f'tmp{n}', f'{n:08x}'):
+        os.makedirs(name + '/x/y/z'); fill(name + '/x/y/f', 1 << 16)""",
+    "names of one byte": "for n in range(1, 256): n in (46, 47) or libc.mkdir(bytes([n]), 0o700)",
+    "names of 255 bytes": """
+for n in range(200): fill(f'{n:03d}' + 'x' * 252, 1 << 12); os.mkdir(f'{n:03d}' + 'y' * 252)""",
+    "names of lone surrogates": """
+os.mkdir('\\udcff\\udc80'); fill('\\udcff\\udc80/\\udcfe\\n', 1 << 20); os.listdir('.')""",
+    "4,000 nested directories of long names": """
+for _ in range(4000): libc.mkdir(b'd' * 200, 0o700); libc.chdir(b'd' * 200)""",
+    "nested directories without access": "for _ in range(500): libc.mkdir(b'n', 0o300); libc.chdir(b'n')",
+    "directories without access under a mask": """
+os.umask(0o777); os.mkdir('m'); os.mkdir('l'); os.close(os.open('k', os.O_CREAT))""",
+    "a working directory that is removed": """
+os.mkdir('w'); os.chdir('w'); os.rmdir('../w'); libc.open(b'x', 0o101, 0o600)""",
+    "fill its directory": "print(total := sum(fill(str(n)) for n in range(64))); IS_CLOSED and print(OUT)",
+    "fill its directory by mapped files": """
+import mmap
+for n in range(64):
+    with open(str(n), 'wb+') as file:
+        file.truncate(4 << 20)
+        mmap.mmap(file.fileno(), 4 << 20).write(bytes(4 << 20))
+IS_CLOSED and print(OUT)""",
+    "fill unnamed files": """
+kept = [os.open('.', os.O_RDWR | os.O_TMPFILE) for _ in range(50)]
+[os.write(each, bytes(4 << 20)) for each in kept]
+IS_CLOSED and print(OUT)""",
+    "fill removed files": """
+for n in range(50):
+    os.write(os.open('r', os.O_CREAT | os.O_WRONLY), bytes(4 << 20)); os.unlink('r')
+IS_CLOSED and print(OUT)""",
+    "many small files": "[fill(str(n), 1) for n in range(5000)]; COUNTS_FILES and print(OUT)",
+    "many directories": "[os.mkdir(str(n)) for n in range(5000)]; COUNTS_FILES and print(OUT)",
+    "sparse files": """
+for size in (1 << 40, 1 << 33, (4 << 20) + 1):
+    with open('sparse', 'wb') as file:
+        try:
+            os.ftruncate(file.fileno(), size); print(OUT)
+        except OSError:
+            os.lseek(file.fileno(), size, 0); libc.write(file.fileno(), b'x', 1) > 0 and print(OUT)""",
+    "a sparse output": """
+libc.ftruncate(1, ctypes.c_long(1 << 40)) == 0 and print(OUT)
+os.lseek(1, 1 << 40, 0); libc.write(1, b'x', 1) > 0 and print(OUT)
+os.lseek(1, (4 << 20) - 1, 0); libc.write(1, b'x', 1)""",
+    "O_DIRECT on the output": """
+print('begun', flush=True); report(libc.fcntl(1, 4, os.O_DIRECT)); report(libc.fcntl(2, 4, os.O_DIRECT))""",
+    "O_DIRECT on the input": "report(libc.fcntl(0, 4, os.O_DIRECT))",
+    "flags of the output": """
+print('begun', flush=True); libc.fcntl(1, 4, os.O_NONBLOCK | os.O_APPEND); libc.fcntl(0, 4, os.O_NONBLOCK)""",
+    "an output that is cut and rewound": """
+print('x' * 9999, flush=True); os.ftruncate(1, 0); os.lseek(1, 5000, 0); os.write(2, b'\\xff\\xfe')""",
+    "an output that is read": "print('x', flush=True); print(os.pread(1, 999, 0)); print(os.read(0, 999))",
+    "an output of lone surrogates": """
+import sys; sys.stdout.buffer.write(b'\\xed\\xa0\\x80\\xff\\x00'); print('\\ud800')""",
+    "an output of terminal escapes": """
+print('\\x1b]0;x\\x07\\x1b[2J\\x1b]52;c;eA==\\x07\\x1bP\\x9b6n\\r\\x08\\x00' * 99)""",
+    "closed descriptors": "os.closerange(0, 64); libc.open(b'new', 0o102, 0o600); libc.write(1, b'x', 1)",
+    "a crash": "ctypes.string_at(0)",
+    "an abort": "libc.abort()",
+    "signals to itself": """
+import signal; [libc.kill(os.getpid(), n) for n in (19, 20, 11)]; signal.raise_signal(signal.SIGKILL)""",
+    "an end by os._exit": "os._exit(137)",
+    "an end with handlers left": "import atexit, sys; atexit.register(os.system, 'true'); sys.exit('x' * 9999)",
+    "deep recursion": "import sys; sys.setrecursionlimit(10**4); f = lambda n: f(n + 1)\nf(0)",
+}
+# Programs that never end by themselves, in little time each.
+ENDLESS: dict[str, str] = {
+    "a loop": "while True: pass",
+    "a loop that ignores its limit": "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+    "a sleep": "import time; time.sleep(999); print(OUT)",
+    "a sleep without its alarm": """
+import signal, time; signal.setitimer(signal.ITIMER_REAL, 0); time.sleep(999); print(OUT)""",
+    "a sleep that ignores its alarm": """
+import signal, time; signal.signal(14, signal.SIG_IGN); time.sleep(999); print(OUT)""",
+    "a sleep without signals": """
+import signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); time.sleep(999); print(OUT)""",
+    "a wait for itself": "reader, writer = os.pipe(); os.read(reader, 1); print(OUT)",
+    "a regular expression": "import re; re.match('(a+)+$', 'a' * 50 + 'b'); print(OUT)",
+    "a power tower": "x = 9**9**9; print(OUT)",
+    "a flood of output": "while True: print('x' * 9999)",
+    "a flood of errors": "while True: os.write(2, b'\\x1b' * 65536)",
+    "a flood that rewinds": "while True: os.write(1, bytes(1 << 20)); os.lseek(1, 0, 0)",
 }
 if platform.machine() == "x86_64":
-    PROGRAMS["32-bit system call"] = """
+    ALONE["32-bit system call"] = """
 import mmap
 code = mmap.mmap(-1, 4096, prot=7)
 code.write(bytes.fromhex('5389c0b814000000cd805bc3'))  # getpid by int 0x80
 report(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))(), 1)"""
+    ALONE["machine code that forks"] = """
+import mmap
+code = mmap.mmap(-1, 4096, prot=7)
+code.write(bytes.fromhex('b8390000000f05c3'))
+report(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))(), 1)"""
 
-ATTEMPTS = PROGRAMS | {
+TOGETHER = PROGRAMS | {
     name: f"{CALLS_PRELUDE}call({x86}, {arm}, {arguments})" for name, (x86, arm, arguments) in CALLS.items()
 }
-# Attempts that use up, end or change the process that they run in, or look at what it has open.
-ALONE = [
-    "signal by an asynchronous pipe",
-    "audit hook replaced",
-    "inherited descriptors",
-    "more memory than allowed",
-    "more files than allowed",
-    "a file larger than allowed",
-    "3,000 nested directories",
-    "directories without access",
-    "names that are no text",
-    *(name for name in PROGRAMS if name == "32-bit system call"),
-]
+ATTEMPTS = TOGETHER | ALONE | ENDLESS
+# Attempts on files, which only Landlock, a private view or bubblewrap holds back.
+ON_FILES = {
+    "append",
+    "changes of itself by /proc",
+    "climb by descriptors",
+    "climb out of the installation",
+    "create",
+    "create after chdir",
+    "create beside its directory",
+    "create by a climbing path",
+    "create through /proc/self/cwd",
+    "create through /proc/self/root",
+    "files by a database",
+    "files by a key log",
+    "files by readline",
+    "files by stdio",
+    "its directory moved",
+    "its own files in /proc",
+    "its own memory by /proc",
+    "list other sandboxes",
+    "list the root",
+    "list the trainer's files",
+    "mkdirat outside",
+    "open a new terminal",
+    "open fuse",
+    "open kvm",
+    "open the GPU",
+    "open the terminal",
+    "read /etc/passwd",
+    "read /proc/kallsyms",
+    "read /proc/self/mountinfo",
+    "read /proc/version",
+    "read a file of the trainer",
+    "read the parent's environment",
+    "read the trainer's command line",
+    "read the trainer's environment",
+    "read the trainer's memory",
+    "read through the trainer's descriptors",
+    "read through the trainer's root",
+    "renameat2 into the sandbox",
+    "renameat2 outside",
+    "rmdir outside",
+    "shared memory by Python",
+    "shared memory by libc",
+    "the first process",
+    "the machine in /proc",
+    "the system's directories",
+    "truncate on opening",
+    "unlinkat outside",
+    "unnamed file outside",
+    "users of the machine",
+    "virtual devices",
+    "write",
+    "write the trainer's memory",
+    "write the trainer's name",
+    "write the trainer's oom score",
+    "write to /dev/shm",
+    "write to /tmp",
+    "write to /var/tmp",
+}
 ONE_BY_ONE = """
 home, tried = os.getcwd(), 0
 for name, code in {attempts!r}.items():
@@ -375,8 +676,9 @@ print('tried', tried)"""
 class Outside:
     """The world outside the sandbox: files, sockets, a process; `state` is compared before and after each attempt."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, isolation: sandbox.Isolation) -> None:
         os.chmod(directory, 0o777)
+        self._isolation = isolation
         self._directory = directory
         for name, mode in (("victim", 0o644), ("open", 0o666), ("secret", 0o644)):
             path = Path(directory, name)
@@ -396,8 +698,16 @@ class Outside:
     def program(self, code: str) -> str:
         """Return the whole program of an attempt."""
         port = self._listeners[0].getsockname()[1]
-        names = (self.victim.pid, self._directory, self._abstract, port)
-        return f"VICTIM, OUTSIDE, ABSTRACT, PORT = {names!r}\n{PRELUDE}{code}"
+        found = self._isolation
+        names = {
+            "VICTIM": self.victim.pid,
+            "OUTSIDE": self._directory,
+            "ABSTRACT": self._abstract,
+            "PORT": port,
+            "IS_CLOSED": found.view or found.bubblewrap is not None,  # to files outside; its own are bounded
+            "COUNTS_FILES": found.view,
+        }
+        return f"globals().update({names!r})\n{PRELUDE}{code}"
 
     def state(self) -> dict[str, Any]:
         """Return everything that an attempt might change."""
@@ -421,9 +731,11 @@ class Outside:
             "files": files,
             "connections": select.select(self._listeners, [], [], 0)[0],
             "ipc": [len(Path(f"/proc/sysvipc/{kind}").read_text().splitlines()) for kind in kinds],
-            "shared memory": os.path.exists("/dev/shm/escape"),
+            "strays": [path for path in STRAYS if os.path.lexists(path)],
             "host": os.uname().nodename,
-            "leftovers": [n for n in os.listdir(tempfile.gettempdir()) if n.startswith(("sandbox-", "escape-x"))],
+            "leftovers": sorted(os.listdir(tempfile.gettempdir())),
+            "children": sorted(Path("/proc/self/task", str(os.getpid()), "children").read_text().split()),
+            "mounts": Path("/proc/self/mounts").read_text(),
             "own priority": os.getpriority(os.PRIO_PROCESS, 0),
         }
 
@@ -438,53 +750,117 @@ class Outside:
 def attempt(outside: Outside, code: str) -> tuple[str, str | None]:
     """Return what the attempt printed, and how it got out, or None."""
     before = outside.state()
-    output = sandbox.run_python(outside.program(code), LIMITS)
-    after = outside.state()
-    if any(word in output for word in ("ESCAPED", "REACHED", SECRET)):
-        return output, output
-    changed = [f"{name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
-    return output, "; ".join(changed) or None
+    output = run(outside, code, LIMITS)
+    return output, has_got_out(output) or describe_changes(before, outside.state())
 
 
-def all_refused_together(outside: Outside) -> bool:
-    """Return whether all attempts but those of ALONE ran to their end in one sandbox and none of them got out."""
-    together = {name: code for name, code in ATTEMPTS.items() if name not in ALONE}
-    output, how = attempt(outside, ONE_BY_ONE.format(attempts=together))
-    return how is None and output.endswith(f"\ntried {len(together)}")
+def run(outside: Outside, code: str, limits: sandbox.SandboxLimits) -> str:
+    """Return what an attempt printed, or the error that it raised in the trainer."""
+    try:
+        return sandbox.run_python(outside.program(code), limits)
+    except Exception as error:
+        return f"ESCAPED: raised in the trainer: {error!r}"
+
+
+def has_got_out(output: str) -> str | None:
+    """Return the output if it says so."""
+    return output if any(word in output for word in ("ESCAPED", "REACHED", SECRET)) else None
+
+
+def describe_changes(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """Return what has changed outside, or None."""
+    return (
+        "; ".join(f"{name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name]) or None
+    )
+
+
+def try_together(outside: Outside, attempts: dict[str, str]) -> str | None:
+    """Try all these in one sandbox; return how one got out, or what one of them ended, or None."""
+    output, how = attempt(outside, ONE_BY_ONE.format(attempts=attempts))
+    return how or (None if output.endswith(f"\ntried {len(attempts)}") else f"{ENDED}: {output[-200:]}")
+
+
+def try_at_once(outside: Outside, attempts: dict[str, str]) -> str | None:
+    """Try each of these in a sandbox of its own, several at once; return how one got out, or None."""
+    before = outside.state()
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        outputs = list(pool.map(lambda code: run(outside, code, LIMITS), attempts.values()))
+    return next(filter(None, map(has_got_out, outputs)), None) or describe_changes(before, outside.state())
+
+
+def try_alone(top: str, found: sandbox.Isolation, attempts: dict[str, str]) -> dict[str, str]:
+    """Return how each of these that got out did so."""
+    escaped = {}
+    outside = fresh_outside(top, found)
+    for name, code in attempts.items():
+        _, how = attempt(outside, code)
+        if how is not None:
+            escaped[name] = how
+            outside.close()
+            outside = fresh_outside(top, found)
+    outside.close()
+    return escaped
+
+
+def try_endless(outside: Outside) -> dict[str, str]:
+    """Return how programs of ENDLESS, all running at once, got out."""
+    before = outside.state()
+    with ThreadPoolExecutor(len(ENDLESS)) as pool:
+        outputs = pool.map(lambda code: run(outside, code, ENDLESS_LIMITS), ENDLESS.values())
+        escaped = {name: how for name, output in zip(ENDLESS, outputs, strict=True) if (how := has_got_out(output))}
+    changes = describe_changes(before, outside.state())
+    return escaped | ({"one of the endless programs": changes} if changes else {})
 
 
 def main() -> None:
     """Try everything and print what got out."""
     os.environ["SECRET"] = SECRET
     signal.signal(signal.SIGIO, signal.SIG_IGN)
+    sandbox.STARTUP_GRACE_S = 2.0  # waited for by those that outlive their alarm
     found = sandbox.isolation()
-    escaped = {}
     with tempfile.TemporaryDirectory(prefix="escape-") as top:
         os.environ["TMPDIR"] = tempfile.tempdir = str(Path(top, "run"))
         Path(top, "run").mkdir()
         os.chmod(top, 0o755)
         os.chmod(Path(top, "run"), 0o711)
-        outside = fresh_outside(top)
-        left = ALONE if (is_refused := all_refused_together(outside)) else ATTEMPTS
-        if not is_refused:
+        together = TOGETHER if has_file_layer(found) else {k: v for k, v in TOGETHER.items() if k not in ON_FILES}
+        escaped: dict[str, str] = {}
+        tries = ((try_together, together), (try_at_once, ALONE))
+        for try_all, attempts in tries:
+            outside = fresh_outside(top, found)
+            how = try_all(outside, attempts)
             outside.close()
-            outside = fresh_outside(top)
-        for name in left:
-            if (how := attempt(outside, ATTEMPTS[name])[1]) is not None:
-                escaped[name] = how
-                outside.close()
-                outside = fresh_outside(top)
+            if how is not None:
+                alone = try_alone(top, found, attempts)
+                escaped |= alone or ({} if how.startswith(ENDED) else {f"one of {len(attempts)}": how})
+        outside = fresh_outside(top, found)
+        escaped |= try_endless(outside)
         outside.close()
-    answer = {"isolation": str(found), "gaps": found.gaps, "user": os.getuid(), "tried": len(ATTEMPTS)}
-    sys.stdout.write(json.dumps(answer | {"apart": len(left), "escaped": escaped}) + "\n")
+        remove_strays()
+    tried = len(together) + len(ALONE) + len(ENDLESS)
+    answer = {"isolation": str(found), "gaps": found.gaps, "user": os.getuid(), "tried": tried, "escaped": escaped}
+    sys.stdout.write(json.dumps(answer) + "\n")
 
 
-def fresh_outside(top: str) -> Outside:
+def has_file_layer(found: sandbox.Isolation) -> bool:
+    """Return whether something holds back attempts on files."""
+    return bool(found.landlock or found.view or found.bubblewrap)
+
+
+def remove_strays() -> None:
+    """Remove what an attempt that got out has made."""
+    for path in STRAYS:
+        if os.path.lexists(path):
+            subprocess.run(["rm", "-rf", path], check=True)
+
+
+def fresh_outside(top: str, isolation: sandbox.Isolation) -> Outside:
     """Return a new world outside, in place of what an attempt may have changed."""
+    remove_strays()
     directory = Path(top, "outside")
     subprocess.run(["rm", "-rf", str(directory)], check=True)
     directory.mkdir()
-    return Outside(str(directory))
+    return Outside(str(directory), isolation)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """Objects for actors that are quick to start."""
 
+import os
+
 import ray
 
 
 class Standing:
-    """Says which of Ray's nodes it stands on."""
+    """Names the node of Ray that it is on, and the variables of its process."""
 
     def node_id(self) -> str:
         return ray.get_runtime_context().get_node_id()
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
 
 
 class Rank:

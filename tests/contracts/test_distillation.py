@@ -10,10 +10,11 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import TeacherConfig
-from nemo_rl.interfaces import TopK
-from nemo_rl.losses.distillation import DistillationLossConfig
+from nemo_rl.loss_types import TopK
+from nemo_rl.losses.distillation_section import DistillationLossConfig
 from nemo_rl.losses.divergences import TopKDivergence
-from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, merge_rows
+from nemo_rl.policy.batch_transfer import merge_rows
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.policy.worker import make_teacher_worker
 from tests.contracts.layouts import BATCHING, FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same
 from tests.contracts.policies import SGD, clones

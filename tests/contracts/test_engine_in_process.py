@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.engines import EngineModel
-from nemo_rl.generation.vllm.engine import WORKER_EXTENSION, VllmGeneration
-from nemo_rl.interfaces import WeightManifest
+from nemo_rl.generation.vllm.cpu.settings import WORKER_EXTENSION
+from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.types import Completion
+from nemo_rl.weight_manifests import WeightManifest
 from tests.contracts.engines import MAX_MODEL_LEN, answers, request, section, tiny_model
 from tests.contracts.test_weight_sync import published
 from tests.templates import byte_tokenizer

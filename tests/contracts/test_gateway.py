@@ -10,10 +10,9 @@ import pytest
 import torch
 from openai import AsyncOpenAI
 
-from nemo_rl.config.run import GatewayConfig
+from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.gateway import codec as parsers
-from nemo_rl.gateway import streaming
+from nemo_rl.gateway import markup, streaming
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import FinishedSession, GatewayManager, SessionHandle
@@ -28,9 +27,9 @@ DEADLINE_S = 200.0
 TOOLS: Any = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 
 
-def parse_anything(text: str) -> tuple[str, tuple[parsers.ParsedCall, ...]]:
+def parse_anything(text: str) -> tuple[str, tuple[markup.ParsedCall, ...]]:
     """Reads every response as a tool call: a model of random weights writes none of its own."""
-    return "", (parsers.ParsedCall("look_up", json.dumps({"text": text})),)
+    return "", (markup.ParsedCall("look_up", json.dumps({"text": text})),)
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def engine(engines: Any, engine_loop: asyncio.Runner) -> Any:
 
 @pytest.fixture
 def parse_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(parsers.TOOL_PARSERS, "anything", parse_anything)  # type: ignore[arg-type]
+    monkeypatch.setitem(markup.CALL_MARKUP, "anything", markup.CallMarkup(parse_anything))  # type: ignore[arg-type]
 
 
 async def manager_of(engine: Any) -> GatewayManager:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.engines import EngineModel, make_generation

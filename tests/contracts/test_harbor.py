@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.data.sources import HARBOR
-from nemo_rl.environments.harbor import HarborAgent, HarborConfig
+from nemo_rl.environments.ecosystem.harbor import HARBOR_DATASET, HarborAgent, HarborConfig
 from nemo_rl.types import AgentResult, GenerationRequest, Prompt, Trajectory
 from tests.unit.experience.test_agents import rollouts_of
 
@@ -108,7 +107,67 @@ def test_a_task_that_cannot_be_rewarded_is_a_failure(file: str, text: str, cause
     assert cause in trajectory.failure.cause
 
 
+RUN = "bash /app/answer.sh"  # the tests run a program of the policy
+WRITE = "echo %s > /logs/verifier/%s"
+FORGERIES: list[tuple[str, str, str]] = [  # the policy's program, what the tests do after it, the fault
+    (WRITE % ("1", "reward.txt"), "echo '{\"harbor\": 0}' > /logs/verifier/reward.json", "two_reward_files"),
+    (WRITE % ("'{\"harbor\": 1}'", "reward.json"), "echo 0 > /logs/verifier/reward.txt", "two_reward_files"),
+    (WRITE % ("1e300", "reward.txt"), "", "reward_out_of_range"),
+    (WRITE % ("nan", "reward.txt"), "", "reward_out_of_range"),
+    (WRITE % ('\'{"a": 1, "b": 1}\'', "reward.json"), "", "reward_out_of_range"),
+    (WRITE % ("'{\"a/b\": 1}'", "reward.json"), "", "invalid_reward_names"),
+    (WRITE % ("'{\"a\": [1]}'", "reward.json"), "", "invalid_reward_file"),
+    ("printf '[%.0s' {1..5000} > /logs/verifier/reward.json", "", "invalid_reward_file"),
+    ("ln -s /etc/hostname /logs/verifier/reward.txt", "", "invalid_reward_file"),
+    ("mkfifo /logs/verifier/reward.txt", "", "invalid_reward_file"),
+    ("rm -r /logs/verifier; ln -s /tmp /logs/verifier", "", "invalid_reward_file"),
+    (WRITE % ("1", "reward.txt") + "; kill -9 $PPID", "echo 0 > /logs/verifier/reward.txt", "tests_killed"),
+    (WRITE % ("1", "reward.txt") + "; kill -9 -1", "echo 0 > /logs/verifier/reward.txt", "tests_killed"),
+    (WRITE % ("1", "reward.txt") + "; kill -STOP $PPID; sleep 60", "", "tests_timeout"),
+    ("exit 1", "[ $? = 0 ] && echo 1 > /logs/verifier/reward.txt", "no_reward_file"),
+]
+
+
+@pytest.mark.parametrize(("program", "tests", "fault"), FORGERIES)
+def test_a_program_that_the_tests_run_cannot_write_a_reward_that_is_not_theirs(
+    program: str, tests: str, fault: str, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(EXAMPLE / "spell-moon", tmp_path / "task")
+    unanswered = f"[ -s /app/answer.sh ] || exec bash -c '{WRITE % ('0', 'reward.txt')}'"
+    (directory / "tests" / "test.sh").write_text(f"{unanswered}\n{RUN}\n{tests}\n")
+    timeout_s = 4.0 if fault == "tests_timeout" else 60.0
+    (trajectory,) = rollout(program, directory=directory, answer_file="answer.sh", timeout_s=timeout_s)
+    assert (trajectory.failure, trajectory.rewards) == (None, {"harbor": 0.0})
+    assert trajectory.response_faults == (fault,)
+
+
+def test_a_reward_in_the_range_of_the_configuration_counts(tmp_path: Path) -> None:
+    directory = shutil.copytree(EXAMPLE / "spell-moon", tmp_path / "task")
+    (directory / "tests" / "test.sh").write_text('echo \'{"a": 3, "b": 4.5}\' > /logs/verifier/reward.json')
+    (trajectory,) = rollout("noom", directory=directory, reward_max=10.0)
+    assert trajectory.rewards == {"a": 3.0, "b": 4.5}
+
+
+def test_tests_can_hide_their_directories_from_a_program(tmp_path: Path) -> None:
+    directory = shutil.copytree(EXAMPLE / "spell-moon", tmp_path / "task")
+    bubblewrap = shutil.which("bwrap")
+    assert bubblewrap is not None
+    shutil.copy(bubblewrap, directory / "tests" / "bwrap")
+    hidden = "/tests/bwrap --dev-bind / / --tmpfs /logs --tmpfs /tests --unshare-pid --proc /proc --die-with-parent"
+    (directory / "tests" / "test.sh").write_text(
+        f"{hidden} bash /app/answer.sh && ls /logs/verifier | grep -q . || echo 0 > /logs/verifier/reward.txt"
+    )
+    program = f"mkdir -p /logs/verifier; {WRITE % ('1', 'reward.txt')}; ls /tests | grep -q . && kill -9 -1; true"
+    (trajectory,) = rollout(program, directory=directory, answer_file="answer.sh")
+    assert (trajectory.rewards, trajectory.response_faults) == ({"harbor": 0.0}, ())
+
+
+def test_a_policy_that_uses_up_its_time_is_rewarded_for_what_there_is() -> None:
+    (trajectory,) = rollout(bash("sleep 60"), "", timeout_s=4.0)
+    assert (trajectory.failure, trajectory.rewards) == (None, {"harbor": 0.0})
+
+
 def test_the_dataset_has_a_row_for_each_folder() -> None:
-    rows = list(HARBOR.make(DatasetConfig(dataset_name="harbor", data_path=str(EXAMPLE)), 0))
+    rows = list(HARBOR_DATASET.make(DatasetConfig(dataset_name="harbor", data_path=str(EXAMPLE)), 0))
     assert [Path(row["task_directory"]).name for row in rows] == ["spell-moon"]
     assert rows[0]["messages"][0]["content"].endswith("moon")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.environments.mcp import McpAgent, McpConfig
+from nemo_rl.environments.ecosystem.mcp import McpAgent, McpConfig
 from nemo_rl.types import GenerationRequest, StopReason, Trajectory
 from tests.unit.experience.test_agents import rollouts_of
 
@@ -49,6 +49,7 @@ MISTAKES: list[tuple[str, str]] = [
     (call("subtract", a=1), "there is no tool 'subtract'; tools: add, spelling, fail, die"),
     (call("reward", answer="", number=1), "there is no tool 'reward'"),
     (call("add", a="many"), "error: "),
+    (call("reward", answer="42", number=42, reward=1.0), "there is no tool 'reward'"),
     (call("fail"), "error: Error executing tool fail"),
 ]
 
@@ -66,8 +67,14 @@ def test_a_rollout_ends_after_max_turns() -> None:
     assert trajectory.num_turns == 2
 
 
+def test_a_call_that_breaks_the_server_of_its_rollout_is_a_wrong_answer() -> None:
+    for run in (lambda: rollout(call("die")), lambda: rollout(call("hang"), call_timeout_s=1.0)):
+        (trajectory,) = run()
+        assert (trajectory.failure, trajectory.rewards) == (None, {"counter": 0.0})
+        assert trajectory.response_faults == ("broken_tool",)
+
+
 FAILURES: list[tuple[Callable[[], tuple[Trajectory, ...]], str]] = [
-    (lambda: rollout(call("die")), "the server wrote: killed by itself"),
     (lambda: rollout("", reward_tool="reword"), "the server has no tool 'reword'"),
     (lambda: rollout("", reward_tool="fail"), "reward_tool 'fail'"),
     (lambda: rollout("", command=["no-such-program"]), "no-such-program"),

@@ -9,20 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.run import GatewayConfig
+from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
-from nemo_rl.experience.nemo_gym_rollouts import GymRuntime, run_nemo_gym_rollouts
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutLimits, RolloutOptions
-from nemo_rl.gateway import codec as parsers
+from nemo_rl.experience.gym_runtime import GymRuntime
+from nemo_rl.experience.nemo_gym_rollouts import run_nemo_gym_rollouts
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutLimits, RolloutOptions
+from nemo_rl.experience.turns import RolloutJob
+from nemo_rl.gateway import markup
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.types import Message, MessageLog, Prompt, SamplingParams, Trajectory
 from tests.contracts.engines import MAX_MODEL_LEN, VOCAB_SIZE, exact_logprobs, tiny_model
-from tests.contracts.real_gym import BLACKJACK, MCQA, REASONING_GYM, TOOL_CALL, real_gym
+from tests.contracts.real_gym import BLACKJACK, MCQA, POLICY_API_KEY, REASONING_GYM, TOOL_CALL, real_gym
 from tests.contracts.test_weight_sync import published
 from tests.templates import byte_tokenizer
 
@@ -32,6 +34,7 @@ TEMPERATURE = 0.7
 WEIGHT_VERSION = 8
 DEADLINE_S = 300.0
 NUM_GENERATIONS = 3
+KEY_VARIABLE = "KEY_OF_THE_RUN"
 STOP_TOKENS = tuple(range(0, VOCAB_SIZE, 8))  # responses end by themselves: Gym ends a rollout whose response was cut
 
 SPELL = "Spell this word backward (example: sun -> nus): cat"
@@ -66,6 +69,11 @@ ROWS: dict[str, dict[str, Any]] = {  # by agent
 }
 
 
+@pytest.fixture(autouse=True)
+def key_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, POLICY_API_KEY)
+
+
 @pytest.fixture(scope="module")
 def gateway_port() -> int:
     return unused_port()
@@ -90,13 +98,13 @@ def scripted_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model of random weights never writes: a tool call, an action. Its tokens stay what it sampled."""
     turns = itertools.count()
 
-    def calls_now_and_then(text: str) -> tuple[str, tuple[parsers.ParsedCall, ...]]:
+    def calls_now_and_then(text: str) -> tuple[str, tuple[markup.ParsedCall, ...]]:
         if next(turns) % 2:
             return "It is warm.", ()
-        return "", (parsers.ParsedCall("get_weather", json.dumps({"city": "Here"})),)
+        return "", (markup.ParsedCall("get_weather", json.dumps({"city": "Here"})),)
 
-    monkeypatch.setitem(parsers.TOOL_PARSERS, "scripted", calls_now_and_then)  # type: ignore[arg-type]
-    monkeypatch.setitem(parsers.REASONING_PARSERS, "scripted", lambda text: (None, "<action>hit</action>"))
+    monkeypatch.setitem(markup.CALL_MARKUP, "scripted", markup.CallMarkup(calls_now_and_then))  # type: ignore[arg-type]
+    monkeypatch.setitem(markup.REASONING_PARSERS, "scripted", lambda text: (None, "<action>hit</action>"))
 
 
 def rollouts_of(
@@ -106,7 +114,8 @@ def rollouts_of(
         encoder = ChatEncoder(byte_tokenizer("chatml"))
         sampling = SamplingParams(60, temperature=TEMPERATURE, stop_token_ids=STOP_TOKENS)
         rules = CompletionRules("policy", MAX_MODEL_LEN, sampling, 1, max_concurrent_calls=64, timeout_s=DEADLINE_S)
-        manager = await GatewayManager.start(engine, Codec(encoder, **codec), rules, GatewayConfig(port=port))
+        section = GatewayConfig(port=port, token_env=KEY_VARIABLE)
+        manager = await GatewayManager.start(engine, Codec(encoder, **codec), rules, section)
         client = GymClient(NemoGymConfig(head_url=head_url, timeout_s=DEADLINE_S))
         try:
             await client.connect([agent])

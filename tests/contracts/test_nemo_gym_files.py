@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.collect.merge import merge
-from nemo_rl.collect.nemo_gym import NemoGymFiles, export_nemo_gym, import_nemo_gym
+from nemo_rl.collect.nemo_gym_files import NemoGymFiles, export_nemo_gym, import_nemo_gym
 from nemo_rl.collect.profile import iter_task_rows, profile
 from tests.contracts.real_gym import gym_environment
 from tests.unit.collect.collections import collect_worked

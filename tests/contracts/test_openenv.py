@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("openenv", reason="the extra openenv is not installed; scripts/acceptance/ecosystem.py installs it")
 
-from nemo_rl.environments.openenv import OpenEnvAgent, OpenEnvConfig
+from nemo_rl.environments.ecosystem.openenv import OpenEnvAgent, OpenEnvConfig
 from nemo_rl.types import GenerationRequest, Trajectory
 from tests.unit.experience.test_agents import rollouts_of
 

@@ -4,12 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.prompts import PromptLoader
-from nemo_rl.experience.rollouts import RolloutLimits, RolloutOptions
-from nemo_rl.experience.sources import SyncSource
-from nemo_rl.interfaces import CollectedGroups
-from nemo_rl.types import EnvStep, Message, SamplingParams
+from nemo_rl.config.shared_sections import RolloutConfig
+from nemo_rl.data.prompt_loader import PromptLoader
+from nemo_rl.experience.rollout_dependencies import RolloutLimits, RolloutOptions
+from nemo_rl.experience.sync_source import SyncSource
+from nemo_rl.types import CollectedGroups, EnvStep, Message, SamplingParams
 from tests.contracts.engines import VOCAB_SIZE
 from tests.fakes.encoder import FakeEncoder
 from tests.fakes.environments import FakeEnvironment

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.errors import CheckpointError
 from nemo_rl.policy.driver import LocalPolicy
 from nemo_rl.policy.ranks import SINGLE_RANK

@@ -9,7 +9,8 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.interfaces import Normalizer, Policy, TokenScores
+from nemo_rl.interfaces import Policy
+from nemo_rl.loss_types import Normalizer, TokenScores
 from nemo_rl.policy.driver import LocalPolicy
 from tests.contracts.layouts import LENGTHS, Layouts
 from tests.contracts.policies import SETTINGS, clones

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional
 
 from nemo_rl import batch as keys
-from nemo_rl.config.supervised import DPOConfig
-from nemo_rl.data.supervised import PairSample, SupervisedSample, make_pair_batch
-from nemo_rl.losses.supervised import PreferenceLoss
+from nemo_rl.config.supervised_runs import DPOConfig
+from nemo_rl.data.supervised_samples import PairSample, SupervisedSample, make_pair_batch
+from nemo_rl.losses.preference import PreferenceLoss
 from nemo_rl.policy.ranks import SINGLE_RANK
 from nemo_rl.types import TrainingBatch
 from tests.contracts.layouts import plain_model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration

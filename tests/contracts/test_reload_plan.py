@@ -30,9 +30,10 @@ from transformers import (
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
-from nemo_rl.interfaces import LocalWeights
 from nemo_rl.policy.fsdp2.worker import named_weights
-from nemo_rl.weight_sync.refit import InProcess, SharedMemory
+from nemo_rl.weight_manifests import LocalWeights
+from nemo_rl.weight_sync.in_process import InProcess
+from nemo_rl.weight_sync.shared_memory import SharedMemory
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, section
 
 pytestmark = pytest.mark.timeout(600)

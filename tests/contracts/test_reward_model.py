@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from nemo_rl.distributed.cluster import connect
-from nemo_rl.environments.scorers.reward_model import RewardModelScorer, RewardModelScorerConfig
+from nemo_rl.environments.scorers.reward_model import RewardModelScorerConfig
+from nemo_rl.environments.scorers.reward_model_replicas import RewardModelScorer
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import ScoreRequest
-from nemo_rl.types import Failure, FailureClass, Message
+from nemo_rl.types import Failure, FailureClass, Message, ResponseFault, ScoreRequest
 from tests.fakes.chat_tokenizer import chat_tokenizer
 
 TOLERANCE = 1e-5
@@ -78,7 +78,9 @@ def scorer_of(directory: Path, runner: asyncio.Runner, **keys: Any) -> Iterator[
         runner.run(scorer.close())
 
 
-def scores_of(runner: asyncio.Runner, scorer: RewardModelScorer, talks: Any = TALKS) -> list[float | Failure]:
+def scores_of(
+    runner: asyncio.Runner, scorer: RewardModelScorer, talks: Any = TALKS
+) -> list[float | Failure | ResponseFault]:
     return runner.run(scorer.score([ScoreRequest(talk, {}) for talk in talks]))
 
 

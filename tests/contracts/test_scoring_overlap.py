@@ -10,16 +10,12 @@ from typing import Any
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.registry import make_environment
-from nemo_rl.experience.rollouts import (
-    RolloutDependencies,
-    RolloutJob,
-    RolloutLimits,
-    RolloutOptions,
-    run_async_multi_turn_rollout,
-)
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutLimits, RolloutOptions
+from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
+from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.interfaces import Scorer, ScoreRequest
-from nemo_rl.launch.rollouts import open_scorers
+from nemo_rl.launch.rollout_layer import open_scorers
 from nemo_rl.types import Message, Prompt, SamplingParams, Trajectory
 from tests.contracts.engines import MAX_MODEL_LEN
 from tests.contracts.test_reward_model import save
@@ -94,7 +90,7 @@ async def rolled_out(engine: Any, directory: Path, progress: Progress) -> tuple[
     config = config_of(directory)
     encoder = ChatEncoder(byte_tokenizer("chatml"))
     async with AsyncExitStack() as stack:
-        scoring = await open_scorers(config, None, stack)
+        scoring = await open_scorers(config, stack)
         (weighted,) = scoring.by_task["chat"]
         scoring = Scoring({"chat": (WeightedScorer("rm", CountedScorer(weighted.scorer, progress), weighted.weight),)})
         dependencies = RolloutDependencies(

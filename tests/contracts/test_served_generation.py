@@ -15,7 +15,7 @@ from nemo_rl.config.policy import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.distributed.endpoint import Endpoint
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.served import ServedGeneration
-from nemo_rl.launch.collect import CollectionResult, run_collection
+from nemo_rl.launch.collection import CollectionResult, run_collection
 from nemo_rl.launch.sampled import load_collection_inputs
 from nemo_rl.types import Completion
 from tests.contracts.engines import answers, exact_logprobs, request

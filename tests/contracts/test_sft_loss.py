@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.data.supervised import SupervisedSample, make_supervised_batch
-from nemo_rl.losses.supervised import NegativeLogLikelihood
+from nemo_rl.data.supervised_samples import SupervisedSample, make_supervised_batch
+from nemo_rl.losses.likelihood import NegativeLogLikelihood
 from nemo_rl.policy.ranks import SINGLE_RANK
 from nemo_rl.types import TrainingBatch
 from tests.contracts.layouts import plain_model

@@ -14,10 +14,10 @@ from tensordict import TensorDict
 from nemo_rl import batch as keys
 from nemo_rl.config.registries import LOSSES
 from nemo_rl.interfaces import LossFn
-from nemo_rl.losses.distillation import DistillationLossConfig
+from nemo_rl.losses.distillation_section import DistillationLossConfig
 from nemo_rl.losses.divergences import TopKDivergence
+from nemo_rl.losses.likelihood import NegativeLogLikelihood
 from nemo_rl.losses.make import make_loss
-from nemo_rl.losses.supervised import NegativeLogLikelihood
 from nemo_rl.policy.prefix_tree import PrefixTree
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from tests.contracts.layouts import MULTIPLE, plain_model
@@ -94,17 +94,17 @@ def on(layout: str, pool: RankPool, job: Any, **arguments: Any) -> Any:
     return job(SINGLE_RANK, **arguments) if layout == "plain" else pool.run(MULTIPLE[layout], job, **arguments)[0]
 
 
-def assert_same_steps(results: Sequence[Any], expected: Sequence[Any], before: dict[str, torch.Tensor]) -> None:
-    for (metrics, weights), (want, expected_weights) in zip(results, expected, strict=True):
+def assert_same_steps(
+    losses: Sequence[str], results: Sequence[Any], expected: Sequence[Any], before: dict[str, torch.Tensor]
+) -> None:
+    for loss, (metrics, weights), (want, expected_weights) in zip(losses, results, expected, strict=True):
         assert metrics.keys() == want.keys()
+        bound = 4e-5 if loss.startswith("vespo") else 1e-5  # its weight multiplies the rounding of all of a sequence
         for name, value in metrics.items():
-            assert value == pytest.approx(want[name], rel=1e-5, abs=1e-5), name
+            assert value == pytest.approx(want[name], rel=bound, abs=bound), (loss, name)
         moved = max(float((weight - before[name].detach()).abs().max()) for name, weight in weights.items())
-        for (
-            name,
-            weight,
-        ) in weights.items():  # float32 rounds a gradient relative to its largest elements, here up to 11
-            torch.testing.assert_close(weight, expected_weights[name], rtol=1e-5, atol=1e-5 * max(1.0, moved))
+        for name, weight in weights.items():  # float32 rounds a gradient relative to its largest elements, up to 11
+            torch.testing.assert_close(weight, expected_weights[name], rtol=bound, atol=bound * max(1.0, moved))
         assert moved > 1e-3
 
 
@@ -134,7 +134,7 @@ def test_loss_metrics_and_gradients_are_those_of_whole_samples(
     expected = learn(SINGLE_RANK, **arguments, config=WHOLE)
     config = {**sharing, **({} if layout == "plain" else MULTIPLE[layout].config)}
     results = on(layout, pool, learn, **arguments, config=config)
-    assert_same_steps(results, expected, dict(plain_model(path).named_parameters()))
+    assert_same_steps(losses, results, expected, dict(plain_model(path).named_parameters()))
 
 
 @pytest.mark.parametrize("layout", ["plain", "2 ranks"])

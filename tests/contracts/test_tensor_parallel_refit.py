@@ -14,10 +14,10 @@ from nemo_rl.distributed.tensor_transfer import new_token
 from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
-from nemo_rl.interfaces import DeviceWeights
 from nemo_rl.policy.ranks import RankLayout
-from nemo_rl.weight_sync.device_memory import HandOverWeights
-from nemo_rl.weight_sync.refit import WeightFile
+from nemo_rl.weight_manifests import DeviceWeights
+from nemo_rl.weight_sync.cuda_ipc import HandOverWeights
+from nemo_rl.weight_sync.shared_memory import WeightFile
 from tests.contracts.engines import MAX_MODEL_LEN, answers, exact_logprobs, request, tiny_model
 from tests.contracts.layouts import MEGATRON
 from tests.contracts.policies import make_policy

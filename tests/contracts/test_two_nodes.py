@@ -14,10 +14,20 @@ from ray._private.authentication_test_utils import reset_auth_token_state
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.config.layout import Layout, make_layout
+from nemo_rl.config.layout import Layout
+from nemo_rl.config.layout_planner import make_layout
 from nemo_rl.distributed.actors import spawn_actor
-from nemo_rl.distributed.cluster import TOKEN, TOKEN_FILE, TOKEN_MODE, connect, reserve, shutdown
-from nemo_rl.distributed.machine import write_private
+from nemo_rl.distributed.cluster import (
+    GLOO_INTERFACE,
+    TOKEN,
+    TOKEN_FILE,
+    TOKEN_MODE,
+    connect,
+    node_ip,
+    reserve,
+    shutdown,
+)
+from nemo_rl.distributed.machine import interface_of, write_private
 from nemo_rl.errors import WorkerError
 from nemo_rl.policy.driver import PolicyWorkerGroup
 from tests.contracts.standing import Standing
@@ -39,6 +49,7 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     variables.setenv(TOKEN_MODE, "token")
     variables.setenv(TOKEN_FILE, str(token_file))
     variables.delenv(TOKEN, raising=False)
+    variables.delenv(GLOO_INTERFACE, raising=False)  # set where a test has started a local cluster
     reset_auth_token_state()  # Ray has read the variables when it was imported
     cluster = Cluster()
     for _ in range(2):
@@ -104,6 +115,16 @@ def test_more_than_there_is_names_what_was_asked_for_and_what_there_is(may_grow:
     expected = r"2 nodes with 3 sim_gpu each .* it has 2 nodes: .*\(2 sim_gpu\).* \d sim_gpu free"
     with pytest.raises(WorkerError, match=expected):
         asyncio.run(reserve(asked, timeout_s=timeout_s, may_grow=may_grow, gpu_resource="sim_gpu"))
+
+
+def test_gloo_in_an_actor_listens_at_the_address_of_its_node_whatever_the_host_is_called() -> None:
+    assert os.environ.get(GLOO_INTERFACE) is None, "else actors would inherit it"
+
+    async def main() -> tuple[str, str]:
+        plain, told = spawn_actor(Standing), spawn_actor(Standing, env_vars={GLOO_INTERFACE: "ib0"})
+        return await plain.call("variable", GLOO_INTERFACE), await told.call("variable", GLOO_INTERFACE)
+
+    assert asyncio.run(main()) == (interface_of(node_ip()), "ib0")
 
 
 def test_a_policy_over_two_machines_is_the_plain_model(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.data.chat import flat_token_ids
-from nemo_rl.gateway import codec as parsers
+from nemo_rl.gateway import markup
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.types import Completion, TokenizedMessage, WeightSpan
 from nemo_rl.weight_sync.refit import TransportWeightSync
@@ -139,7 +139,7 @@ def test_pause_without_an_update_changes_nothing(engine_loop, engine):
 
 def test_turns_of_an_agent_are_exact_while_weights_change(engine_loop, engines, monkeypatch):
     engine = engines("vllm", "tied")
-    monkeypatch.setitem(parsers.TOOL_PARSERS, "anything", parse_anything)
+    monkeypatch.setitem(markup.CALL_MARKUP, "anything", markup.CallMarkup(parse_anything))
 
     async def main() -> Sequence[Chain]:
         manager = await manager_of(engine)

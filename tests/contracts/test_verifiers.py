@@ -8,8 +8,7 @@ import pytest
 pytest.importorskip("verifiers", reason="the extra verifiers is not installed; scripts/acceptance/ecosystem.py does")
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.data.sources import VERIFIERS
-from nemo_rl.environments.verifiers import VerifiersAgent, VerifiersConfig
+from nemo_rl.environments.ecosystem.verifiers import VERIFIERS_DATASET, VerifiersAgent, VerifiersConfig
 from nemo_rl.types import AgentResult, GenerationRequest, Prompt
 from tests.unit.experience.test_agents import rollouts_of
 
@@ -26,7 +25,7 @@ def _taskset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_episode_is_scored_by_its_task_and_recorded_by_the_gateway() -> None:
     section = DatasetConfig(dataset_name="verifiers", task="speller-v1", size=3)
-    row = list(VERIFIERS.make(section, 0))[2]
+    row = list(VERIFIERS_DATASET.make(section, 0))[2]
     question = row["messages"][0]["content"]
     agent = VerifiersAgent("speller", VerifiersConfig(environment=ENVIRONMENT))
     answers = iter((question.rpartition(" ")[2][::-1], "wrong"))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.types import SamplingParams
 from nemo_rl.weight_sync.refit import TransportWeightSync

@@ -11,14 +11,19 @@ import torch
 
 from nemo_rl.config.layout import DeviceSlot, Layout
 from nemo_rl.config.registries import WEIGHT_TRANSPORTS
-from nemo_rl.config.run import WeightSyncConfig
-from nemo_rl.distributed import machine as weight_files
+from nemo_rl.config.shared_sections import WeightSyncConfig
+from nemo_rl.distributed import weight_files
 from nemo_rl.distributed.actors import connect
 from nemo_rl.errors import WeightSyncError
-from nemo_rl.generation import weight_reading as node_file
-from nemo_rl.interfaces import Generation, WeightManifest, Weights
-from nemo_rl.weight_sync.device_memory import Broadcast, CudaIpc
-from nemo_rl.weight_sync.refit import InProcess, ObjectStore, SharedMemory, TransportWeightSync, WeightFile
+from nemo_rl.generation import node_file
+from nemo_rl.interfaces import Generation
+from nemo_rl.weight_manifests import WeightManifest, Weights
+from nemo_rl.weight_sync.cuda_ipc import CudaIpc
+from nemo_rl.weight_sync.in_process import InProcess
+from nemo_rl.weight_sync.nccl import Broadcast
+from nemo_rl.weight_sync.object_store import ObjectStore
+from nemo_rl.weight_sync.refit import TransportWeightSync
+from nemo_rl.weight_sync.shared_memory import SharedMemory, WeightFile
 from nemo_rl.weight_sync.transports import Transport, make_transport
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 

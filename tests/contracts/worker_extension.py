@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import torch
 
-from nemo_rl.generation.vllm.worker import WeightLoadingExtension
+from nemo_rl.generation.vllm.cpu.worker import CpuWeightLoadingExtension
 
 
-class LoadingWithSkippableRepair(WeightLoadingExtension):
+class LoadingWithSkippableRepair(CpuWeightLoadingExtension):
     """Loads as the product does, or forgets the output layer, as vLLM's own reload does on a CPU."""
 
     repairs_output_layers = True
@@ -24,7 +24,7 @@ class LoadingWithSkippableRepair(WeightLoadingExtension):
             super().repack_layers(model)
 
 
-class LoadingFromItsRank(WeightLoadingExtension):
+class LoadingFromItsRank(CpuWeightLoadingExtension):
     """Loads as the product does; the token names a device for each worker, since on a CPU all have the same one."""
 
     _names: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class LoadingFromItsRank(WeightLoadingExtension):
     def load_device_weights(self, token: str, timeout_s: float) -> None:
         super().load_device_weights(f"{token}{self.rank}", timeout_s)
 
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], *, is_recorded: bool = False) -> None:
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         names: list[str] = []
 
         def recorded() -> Iterator[tuple[str, torch.Tensor]]:
@@ -40,7 +40,7 @@ class LoadingFromItsRank(WeightLoadingExtension):
                 names.append(name)
                 yield name, tensor
 
-        super()._load(recorded(), is_recorded=is_recorded)
+        super()._load(recorded())
         self._names = tuple(names)
 
     def received_names(self) -> list[str]:

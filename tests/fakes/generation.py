@@ -6,8 +6,9 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from nemo_rl.interfaces import EnginePart, Weights
+from nemo_rl.interfaces import EnginePart
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
+from nemo_rl.weight_manifests import Weights
 
 
 class FakeGeneration:

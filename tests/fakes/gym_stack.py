@@ -55,6 +55,7 @@ class FakeGymStack:
         script: Callable[[str, Row], Script] = lambda agent, row: Script(),
         *,
         policy_base_url: str | None = None,
+        policy_api_key: str = "unused",
     ) -> None:
         self.rows: list[tuple[str, Row]] = []  # as they arrived
         self.chat_bodies: list[Body] = []  # as the policy was asked
@@ -63,6 +64,7 @@ class FakeGymStack:
         self.frozen: set[str] = set()  # agents that accept connections and never respond
         self.script = script
         self.policy_base_url = policy_base_url
+        self.policy_api_key = policy_api_key
         self._agents = {name: _Server() for name in agents}
         self._head = _Server()
         self._last: Body | None = None
@@ -194,7 +196,8 @@ class FakeGymStack:
         body = json.loads(params.get("metadata", {}).get("extra_body", "{}")) | body
         self.chat_bodies.append(body)
         assert self._http is not None
-        async with self._http.post(f"{self.policy_base_url}/chat/completions", json=body) as response:
+        url, headers = f"{self.policy_base_url}/chat/completions", {"Authorization": f"Bearer {self.policy_api_key}"}
+        async with self._http.post(url, json=body, headers=headers) as response:
             text, status = await response.text(), response.status
         if status == 400 and any(words in text for words in LENGTH_WORDS):
             return [message_item("", {})], {"reason": "max_output_tokens"}

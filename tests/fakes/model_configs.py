@@ -25,6 +25,7 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-32B": _QWEN2 | _widths(5120, 27648, 64, 40, 8),
     "Qwen/Qwen3-1.7B": _QWEN3 | _widths(2048, 6144, 28, 16, 8),
     "Qwen/Qwen3-1.7B-Base": _QWEN3 | _widths(2048, 6144, 28, 16, 8),
+    "Qwen/Qwen3-8B": _QWEN3 | {"tie_word_embeddings": False} | _widths(4096, 12288, 36, 32, 8),
     "Qwen/Qwen3-4B": _QWEN3 | _widths(2560, 9728, 36, 32, 8),
     "Qwen/Qwen3-4B-Instruct-2507": _QWEN3 | _widths(2560, 9728, 36, 32, 8),
 }

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.interfaces import DeviceTurns, Generation, LossFn, OffloadPart, Policy, TokenScores, TopK
+from nemo_rl.interfaces import DeviceTurns, Generation, LossFn, OffloadPart, Policy
+from nemo_rl.loss_types import TokenScores, TopK
 from nemo_rl.policy.micro_batches import count_valid
 from nemo_rl.types import TrainingBatch
 
@@ -87,6 +88,9 @@ class FakePolicy:
 
     async def onload(self, *parts: OffloadPart) -> None:
         self.calls.append(" ".join(["onload", *parts]))
+
+    async def empty_cache(self) -> None:
+        self.calls.append("empty_cache")
 
     async def close(self) -> None:
         self.calls.append("close")

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from nemo_rl.interfaces import ScoreRequest
+from nemo_rl.types import ScoreRequest
 
 
 class FakeScorer:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.engines import save_tiny_model
 from tests.functional.cli import DEADLINE_S, ROOT, Run, environment, run_directory
 from tests.unit.docs.pages import commands, fenced_blocks, text_of
 
@@ -18,6 +19,7 @@ SMALL = ["grpo.num_prompts_per_step=4", "grpo.max_val_samples=8"]
 # Metrics that a part's own code has logged.
 LOGGED = {
     "my_lab.losses:Reinforce": "train/entropy",
+    "my_lab.entries:REINFORCE": "train/entropy",
     "my_lab.metrics:MeasuredReinforce": "train/min_logprob",
     "my_lab.environments:SecondTry": "train/total_turns",
     "my_lab.scorers:Brevity": "train/reward/brevity",
@@ -69,8 +71,33 @@ def test_a_part_from_outside_the_repository_trains(package: Path, command: str) 
             assert name in metrics[2]
 
 
+def test_its_tests_pass_and_its_check_refuses(package: Path, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, tied=True)
+    code = f"""
+from my_lab.entries import REINFORCE, ReinforceConfig
+from my_lab.test_parts import check_my_engine, test_environments, test_estimator, test_loss
+from nemo_rl.errors import ConfigError
+test_loss(), test_estimator(), test_environments(), check_my_engine({str(tmp_path)!r})
+try:
+    REINFORCE.check("loss_fn", ReinforceConfig(type="x", entropy_weight=-1.0), None)
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env={**environment(), "PYTHONPATH": str(ROOT)},
+        cwd=package,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "loss_fn.entropy_weight = -1.0: must be at least 0\n"
+
+
 def test_every_module_of_the_page_is_used_by_a_command() -> None:
-    modules = re.findall(r"^# my_lab/(\w+)\.py$", PAGE, re.MULTILINE)
+    modules = set(re.findall(r"^# my_lab/(\w+)\.py$", PAGE, re.MULTILINE)) - {"test_parts"}
     assert [name for name in modules if not any(f"my_lab.{name}:" in command for command in COMMANDS)] == []
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(600)  # the first one also makes the quickstart
 
 SMALL = (
     "--config",
-    str(ROOT / "nemo_rl/recipes/lora.yaml"),
+    str(ROOT / "examples/configs/lora.yaml"),
     "grpo.num_prompts_per_step=4",
     "policy.sequence_packing.enabled=true",
     "policy.train_micro_batch_size=8",

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from nemo_rl.config import loading
-from nemo_rl.launch.supervised import run_supervised, train_reward_model
+from nemo_rl.launch.reward_model_training import train_reward_model
+from nemo_rl.launch.supervised_training import run_supervised
 from nemo_rl.launch.training import run_training
 from tests.functional.cli import ROOT
 

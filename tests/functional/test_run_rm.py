@@ -36,7 +36,7 @@ def test_a_reward_model_that_run_rm_trained_rewards_grpo(tmp_path: Path) -> None
     run = run_grpo(
         tmp_path / "grpo",
         "--config",
-        str(ROOT / "nemo_rl" / "recipes" / "reward_model.yaml"),
+        str(ROOT / "examples" / "configs" / "reward_model.yaml"),
         f"scorers.rm.model_name={directory}",
         "++scorers.letters={type: function, function: 'tests.functional.rules:num_letters', weight: 0.5}",
         "env.spelling.scorers=[rm,letters]",

@@ -48,7 +48,7 @@ def test_a_few_steps_on_a_file_of_messages_then_two_more(fresh: Path, chats: Pat
     second = run_command_line(SCRIPT, tmp_path / "second", *arguments, "sft.max_num_steps=4")
     assert second.returncode == 0, second.stdout + second.stderr
     assert sorted(second.metrics()) == [0, 3, 4]
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_2", "step_4"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_2", "step_4"]
     info = json.loads((tmp_path / "checkpoints/step_4/training_info.json").read_text())
     assert info["consumed_prompts"] == 32
     assert info["metrics"]["val:loss"] == pytest.approx(second.metrics()[4]["validation/loss"])

@@ -17,7 +17,7 @@ from tests.slurm_cluster import SlurmCluster, slurm_cluster, wait_until, why_not
 
 ROOT = Path(__file__).parents[2]
 FAKES = ROOT / "tests" / "fakes"
-RECIPE = ROOT / "nemo_rl" / "recipes" / "collect.yaml"
+RECIPE = ROOT / "examples" / "configs" / "collect.yaml"
 PROGRAM = "tests.fakes.collect_program"
 NUM_REPEATS = 2
 REAL_TASKS = 60

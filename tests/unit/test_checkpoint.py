@@ -26,7 +26,7 @@ from nemo_rl.checkpoint import (
     save_state,
     write_manifest,
 )
-from nemo_rl.config.run import CheckpointingConfig
+from nemo_rl.config.shared_sections import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 
 

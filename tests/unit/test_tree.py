@@ -4,12 +4,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_lists_every_module_as_it_describes_itself() -> None:
-    tree = runpy.run_path(str(ROOT / "scripts" / "tree"))["tree"]
-    page = (ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
-    assert page == tree(ROOT), "run scripts/tree"
-
-
 def test_every_module_describes_itself() -> None:
-    page = (ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
-    assert [line for line in page.splitlines() if line.endswith("|  |")] == []
+    module_sentences = runpy.run_path(str(ROOT / "scripts" / "tree"))["module_sentences"]
+    directories = {path.parent for path in (ROOT / "nemo_rl").rglob("*.py")}
+    found = [(directory, name, sentence) for directory in directories for name, sentence in module_sentences(directory)]
+    assert len(found) > 100
+    assert [f"{directory}/{name}" for directory, name, sentence in found if not sentence] == []

@@ -8,12 +8,14 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from nemo_rl.distributed.machine import max_connections, raise_file_limit
-from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
 from nemo_rl.environments.nemo_gym.reply import (
     GymError,
     GymInvalidReply,
@@ -31,6 +33,7 @@ from nemo_rl.environments.nemo_gym.servers import (
     find_unresponsive_servers,
     open_connections,
 )
+from nemo_rl.environments.nemo_gym.stack import GymStack
 from nemo_rl.environments.nemo_gym.watch import StackWatch
 from nemo_rl.errors import ConfigError
 
@@ -39,7 +42,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5  # between two probes of servers that are not up yet
 MAX_BACKOFF_S = 30.0
 RETRYABLE_STATUSES = (429, 503)  # the row was not started
-MAX_ERROR_TEXT_CHARACTERS = 500  # of a response's text in an error
+MAX_ERROR_TEXT_CHARACTERS = 500  # characters of a response that an error quotes
 
 
 class GymClient:
@@ -55,7 +58,7 @@ class GymClient:
         self._key = key
         self._servers = GymServers({})
         self._http: aiohttp.ClientSession | None = None
-        self._watch: StackWatch | None = None  # of a stack that the run started
+        self._watch: StackWatch | None = None  # None: the run did not start the stack
         self._slots = asyncio.Semaphore(min(section.max_concurrency, max_connections(raise_file_limit())))
 
     @property
@@ -93,9 +96,9 @@ class GymClient:
     async def run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
         """Return one rollout of `row` by `agent`, retries included within `timeout_s`; raises GymError.
 
-        The time of a row that waits because `max_concurrency` others are in flight has not started. With a watched
-        stack, an error other than GymStackEnded is the row's own: all servers responded after it, which is waited for
-        beyond `timeout_s`, for `server_timeout_s` at most.
+        `timeout_s` does not include the wait while `max_concurrency` other rows are in flight. With a watched stack, an
+        error other than GymStackEnded is the row's own: before it is raised all servers have responded again, which
+        takes at most `server_timeout_s` more.
         """
         async with self._slots:
             try:
@@ -108,7 +111,7 @@ class GymClient:
     def watch(self, check_process: Callable[[], None]) -> None:
         """Watch the stack, once connected: after the end of any of its servers, `run` raises GymStackEnded.
 
-        `check_process` raises it where the process of the stack has ended.
+        `check_process` raises it if the process of the stack has ended.
         """
         servers = {server.name: server.url for server in self._servers.by_name.values()}
         servers["head server"] = self._head_url
@@ -208,8 +211,33 @@ def _error_text(body: bytes) -> str:
     """Return the text of a response on one line; Gym answers 500 with a JSON string."""
     text = body.decode(errors="replace")
     try:
-        said = json.loads(text)
-        text = said if isinstance(said, str) else text
+        decoded = json.loads(text)
+        text = decoded if isinstance(decoded, str) else text
     except ValueError:
         pass
     return " ".join(text.split())[:MAX_ERROR_TEXT_CHARACTERS] or "no text"
+
+
+async def open_gym_client(
+    name: str,
+    section: NemoGymConfig,
+    *,
+    agents: Collection[str],
+    policy: ServedPolicy,
+    run_dir: Path,
+    stack: AsyncExitStack,
+) -> GymClient:
+    """Return a client of the NeMo Gym stack, which is started in `run_dir` if configured; `stack` closes both.
+
+    Raises ConfigError for one of `agents` that it does not have, GymUnavailable for servers that respond too late.
+    """
+    key, started = f"env.{name}", None
+    if section.config_paths is not None:
+        started = await GymStack.start(section, policy=policy, run_dir=run_dir, key=key)
+        stack.push_async_callback(started.close)
+    client = GymClient(section, head_url=started.head_url if started else None, key=key)
+    stack.push_async_callback(client.close)
+    await client.connect(agents, check=started.check if started else None)
+    if started is not None:
+        client.watch(started.check)
+    return client

@@ -1,22 +1,18 @@
-"""The entry `nemo_gym` of `env`: its section, its check, the client of its stack, which is started on request."""
+"""The entry `nemo_gym` of `env`: its section and its check; client.py runs it."""
 
-from collections.abc import Collection, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from nemo_rl.config.entry_checks import check_session_timeout, reject_wrappers
+from nemo_rl.config.entry_checks import check_reward_range, check_session_timeout, reject_wrappers
 from nemo_rl.config.environment import RolloutRunnerConfig
-from nemo_rl.config.kinds import Entry
+from nemo_rl.config.kinds import Entry, factory_at
 from nemo_rl.config.master import RolloutRunConfig
+from nemo_rl.config.value_types import Delay, Seconds
 from nemo_rl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from nemo_rl.environments.nemo_gym.client import GymClient
 
 AGENT_SERVERS = "responses_api_agents"
 SERVER_KINDS = (AGENT_SERVERS, "responses_api_models", "resources_servers")
@@ -41,22 +37,22 @@ GYM_KEYS = frozenset(
 
 
 class NemoGymConfig(RolloutRunnerConfig):
-    """A NeMo Gym stack, whose agents run the rows that name them: exactly one of `head_url` and `config_paths`."""
+    """A NeMo Gym stack, whose agents run the rows that name them. Requires either `head_url` or `config_paths`."""
 
     has_stack: ClassVar[bool] = True
 
-    head_url: str | None = None  # of a running stack, e.g. http://127.0.0.1:11000
-    config_paths: list[str] | None = None  # of a stack that the run starts and stops: Gym's YAML files
+    head_url: str | None = None  # address of a running stack, e.g. http://127.0.0.1:11000
+    config_paths: list[str] | None = None  # Gym's YAML files, of a stack that the run starts and stops
     overrides: dict[str, Any] = Field(default_factory=dict)  # further keys of Gym's configuration; they take precedence
     python: str | None = None  # an interpreter with nemo-gym, for a started stack; None: an environment in the cache
-    start_timeout_s: float = Field(default=600.0, gt=0)  # for all servers to respond
-    timeout_s: float = Field(default=480.0, gt=0)  # per rollout
-    server_timeout_s: float = Field(default=300.0, gt=0)  # of a started stack: a server silent for longer ends the run
+    start_timeout_s: Seconds = 600.0  # for all servers to respond
+    timeout_s: Seconds = 480.0  # per rollout
+    server_timeout_s: Seconds = 300.0  # started stack: a server silent for longer ends the run
     max_concurrency: int = Field(default=256, gt=0)  # concurrent rollouts; fewer if the open-file limit requires it
-    max_retries: int = Field(default=6, ge=0)  # of a rollout that no server has accepted
-    retry_backoff_s: float = Field(default=1.0, ge=0)  # before the first retry; doubles, up to 30 s
-    port_range_low: int = Field(default=10_001, gt=0, lt=65_536)  # of a started stack's servers
-    port_range_high: int = Field(default=20_000, gt=0, lt=65_536)  # the highest of them
+    max_retries: int = Field(default=6, ge=0)  # attempts to resend a rollout that no server has accepted
+    retry_backoff_s: Delay = 1.0  # before the first retry; doubles, up to 30 s
+    port_range_low: int = Field(default=10_001, gt=0, lt=65_536)  # ports of a started stack's servers
+    port_range_high: int = Field(default=20_000, gt=0, lt=65_536)  # the highest port
 
     @model_validator(mode="before")
     @classmethod
@@ -73,6 +69,7 @@ def check_nemo_gym(key: str, section: NemoGymConfig, config: RolloutRunConfig) -
     """Raise ConfigError for a stack that can neither be reached nor started."""
     _check_stack(key, section)
     check_session_timeout(key, section.timeout_s, config)
+    check_reward_range(key, section)
     if section.port_range_low > section.port_range_high:
         low, high = section.port_range_low, section.port_range_high
         raise ConfigError(f"{key}.port_range_low", low, f"must be at most port_range_high = {high}")
@@ -86,37 +83,6 @@ class ServedPolicy:
     base_url: str | list[str]  # ends with /v1; several take turns
     api_key: str
     model_name: str
-
-
-async def open_gym_client(
-    name: str,
-    section: NemoGymConfig,
-    *,
-    agents: Collection[str],
-    policy: ServedPolicy,
-    run_dir: Path,
-    stack: AsyncExitStack,
-) -> "GymClient":
-    """Return a client of the NeMo Gym stack, which is started in `run_dir` if configured; `stack` closes both.
-
-    Raises ConfigError for one of `agents` that it does not have, GymUnavailable for servers that respond too late.
-    """
-    from nemo_rl.environments.nemo_gym.client import GymClient  # loads aiohttp
-    from nemo_rl.environments.nemo_gym.stack import GymStack
-
-    key, started = f"env.{name}", None
-    if section.config_paths is not None:
-        started = await GymStack.start(section, policy=policy, run_dir=run_dir, key=key)
-        stack.push_async_callback(started.close)
-    client = GymClient(section, head_url=started.head_url if started else None, key=key)
-    stack.push_async_callback(client.close)
-    await client.connect(agents, check=started.check if started else None)
-    if started is not None:
-        client.watch(started.check)
-    return client
-
-
-NEMO_GYM = Entry(NemoGymConfig, make=open_gym_client, check=check_nemo_gym)
 
 
 def _is_gym_key(name: str, value: Any) -> bool:
@@ -140,3 +106,8 @@ def _check_stack(key: str, section: NemoGymConfig) -> None:
     for name, value in (("overrides", section.overrides), ("python", section.python)):
         if value:
             raise ConfigError(f"{key}.{name}", value, "only for a stack that the run starts; this one runs already")
+
+
+NEMO_GYM = Entry(
+    NemoGymConfig, make=factory_at("nemo_rl.environments.nemo_gym.client:open_gym_client"), check=check_nemo_gym
+)

@@ -11,6 +11,9 @@ from typing import Any
 
 from nemo_rl.errors import NemoRLError
 
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+RESERVED_FIELDS = frozenset({"reward", "response", "responses_create_params", "mask_sample"})
+
 
 class GymError(NemoRLError):
     """Base of failures of a NeMo Gym server; the text names the agent and its address."""
@@ -37,10 +40,6 @@ class GymRefused(GymError):
 
 class GymInvalidReply(GymError):
     """An environment failure: a reply that violates NeMo Gym's protocol."""
-
-
-TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-RESERVED_FIELDS = frozenset({"reward", "response", "responses_create_params", "mask_sample"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from yaml import YAMLError
 from nemo_rl.environments.nemo_gym.entry import AGENT_SERVERS, SERVER_KINDS
 from nemo_rl.environments.nemo_gym.reply import GymInvalidReply, GymUnavailable
 
-REQUEST_TIMEOUT_S = 10.0  # of a request to the head server, or of a probe of a server
+REQUEST_TIMEOUT_S = 10.0  # per request to the head server, or probe of a server
 ANY_ADDRESS = ("0.0.0.0", "::")
 CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 GATEWAY_STATUSES = (502, 503, 504)

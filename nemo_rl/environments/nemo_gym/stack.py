@@ -141,7 +141,7 @@ class GymStack:
         deadline = time.monotonic() + supervisor.KILL_TIMEOUT_S
         while (
             left := _find_stack_processes(self._marker)
-        ) and time.monotonic() < deadline:  # only where the supervisor was killed
+        ) and time.monotonic() < deadline:  # only if the supervisor was killed
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -184,7 +184,7 @@ def _spawn(python: GymPython, directory: Path, log_file: Path, marker: str) -> "
 
 
 def _find_stack_processes(marker: str) -> list[int]:
-    """Return the ids of a stack's live processes, whatever their parent is by now."""
+    """Return the ids of a stack's live processes, even if orphaned."""
     wanted = f"{STACK_ID_VARIABLE}={marker}".encode()
     found = []
     for entry in Path("/proc").iterdir():

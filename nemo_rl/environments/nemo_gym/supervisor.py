@@ -1,8 +1,8 @@
 """A script that runs a command and ends all its processes: `supervisor.py COMMAND...`, with a pipe as standard input.
 
-Whatever the command's processes start, in whatever session, becomes a child of this process when it is orphaned, so
-that all of it can be found. The script ends with the command, or when the pipe is closed, by its owner or by the
-owner's death (SIGKILL included). Only the standard library is imported.
+Orphaned descendants of the command, in any session, become children of this process, so that all can be found. The
+script ends with the command, or when the pipe is closed, by its owner or by the owner's death (SIGKILL included). Only
+the standard library is imported.
 """
 
 import ctypes
@@ -52,7 +52,7 @@ def is_closed(pipe: int) -> bool:
 
 
 def reap(command: subprocess.Popen) -> None:
-    """Collect the exit status of every child that has ended: of the command, and of orphans."""
+    """Collect the exit status of every child that has ended, the command and orphans."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

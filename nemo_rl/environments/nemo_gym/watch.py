@@ -1,8 +1,8 @@
 """The watch on a stack that the run started: whether its processes live and each of its servers responds.
 
-Gym looks for dead servers once a minute, for stopped ones never, and its agents repeat calls of a dead server without
-end. So the watch probes them all, and a stack that has lost a server is over: its rows end at once, none as a failure
-of its own.
+Gym checks for dead servers once a minute, never for stopped ones, and its agents retry calls of a dead server forever.
+So the watch probes all servers, and a stack that has lost one has ended: its rows end at once, and do not count as
+failed.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class StackWatch:
     """
 
     def __init__(self, servers: Mapping[str, str], check_process: Callable[[], None], *, timeout_s: float) -> None:
-        """Take the addresses of the servers by name, and what raises GymStackEnded where the stack's process has ended.
+        """Take the addresses of the servers by name, and a function that raises GymStackEnded if the process has ended.
 
         A server that refuses connections is dead; one that gives no response for `timeout_s` counts as dead.
         """
@@ -39,7 +39,7 @@ class StackWatch:
         self._task: asyncio.Task[None] | None = None
         self._end: GymStackEnded | None = None
         self._deadlines: set[asyncio.Timeout] = set()
-        self._silent: dict[str, tuple[float, int]] = {}  # since when, and in how many probes
+        self._silent: dict[str, tuple[float, int]] = {}  # start of the silence, and number of failed probes
         self._rounds_begun = 0
         self._last_responses = dict.fromkeys(servers, 0)  # by server, the round of its last response
         self._wake = asyncio.Event()
@@ -87,7 +87,7 @@ class StackWatch:
     async def _run(self) -> None:
         try:
             await self._probe_until_the_end()
-        except Exception as error:  # else those that wait for a round would wait for ever
+        except Exception as error:  # else callers of `confirm` would wait forever  # noqa: BLE001
             self._finish(GymStackEnded(f"the watch has failed: {type(error).__name__}: {error}"))
 
     async def _probe_until_the_end(self) -> None:
@@ -137,6 +137,6 @@ class StackWatch:
         self._notify()
 
     def _notify(self) -> None:
-        """Wake everything that waits for the end of a round."""
+        """Wake all callers that wait for the end of a round."""
         ended, self._round_ended = self._round_ended, asyncio.Event()
         ended.set()

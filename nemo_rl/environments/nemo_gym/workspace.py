@@ -51,7 +51,7 @@ class GymPython:
 
     python: Path
     version: tuple[int, int]
-    prefix: Path  # of its environment
+    prefix: Path  # root of its environment
     site_packages: Path  # contains Gym's servers and their configurations
 
     @property
@@ -85,7 +85,7 @@ def resolve_gym_python(
 
 
 def find_uv() -> str | None:
-    """Return the path of uv, on PATH or next to this interpreter; None if there is none."""
+    """Return the path of uv, on PATH or next to this interpreter; None if not found."""
     beside = Path(sys.executable).with_name("uv")
     return shutil.which("uv") or (str(beside) if beside.is_file() else None)
 

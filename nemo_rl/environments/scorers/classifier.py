@@ -1,9 +1,9 @@
-"""A Hugging Face sequence classifier of one label: its weights, its tokenizer, and its scores of many conversations.
+"""A Hugging Face sequence classifier with one label: loading, and scores of many conversations.
 
-The score of a row equals that of a plain forward pass of the row alone, whatever it is batched with. N rows, T tokens.
+Batching does not change scores: each equals that of a forward pass of its row alone. N rows, T tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -13,20 +13,18 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
-from nemo_rl.data.tokenizer import load_tokenizer_with_template
 from nemo_rl.distributed.devices import resolve_device
 from nemo_rl.environments.boundary import error_to_failure
-from nemo_rl.environments.registry import messages_to_dicts
-from nemo_rl.environments.scorers.reward_model import RenderingConfig, RewardModelScorerConfig
+from nemo_rl.environments.scorers.conversation_tokenizer import ConversationTokenizer
+from nemo_rl.environments.scorers.reward_model import RewardModelScorerConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.types import Failure, FailureClass, Message
+from nemo_rl.types import Failure, FailureClass, Message, ResponseFault
 
 Row: TypeAlias = Sequence[int]  # token ids
 Layout: TypeAlias = Callable[[PreTrainedModel, Sequence[Row]], torch.Tensor]
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of a score, relative to 1 or to the score itself
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # absolute below a score of 1, relative above
 PROBE_LENGTHS = (5, 2, 9)  # tokens
 Conversation: TypeAlias = tuple[Message, ...]
 
@@ -54,27 +52,30 @@ class RewardModel:
         )
 
     @torch.inference_mode()
-    def score(self, conversations: Sequence[Conversation]) -> list[float | Failure]:
+    def score(self, conversations: Sequence[Conversation]) -> list[float | Failure | ResponseFault]:
         """Return one score per conversation, in order.
 
-        A conversation that is too long or cannot be rendered fails alone, an error of a forward pass fails its
-        micro-batch.
+        A response that makes its conversation too long or breaks the template is a ResponseFault. A prompt that cannot
+        be rendered fails alone, an error of a forward pass fails its micro-batch.
         """
-        results = [self._encode(conversation) for conversation in conversations]
-        rows = {index: row for index, row in enumerate(results) if not isinstance(row, Failure)}
-        scores: dict[int, float | Failure] = {
-            index: failure for index, failure in enumerate(results) if isinstance(failure, Failure)
-        }
+        rows: dict[int, list[int]] = {}
+        scores: dict[int, float | Failure | ResponseFault] = {}
+        for index, conversation in enumerate(conversations):
+            result = self._encode(conversation)
+            if isinstance(result, Failure | ResponseFault):
+                scores[index] = result
+            else:
+                rows[index] = result
         indices = list(rows)
         for batch in iter_micro_batches(list(rows.values()), self._micro_batch_size):
             batch_scores = self._forward([rows[indices[i]] for i in batch])
             scores |= {indices[i]: score for i, score in zip(batch, batch_scores, strict=True)}
         return [scores[index] for index in range(len(conversations))]
 
-    def _encode(self, conversation: Conversation) -> list[int] | Failure:
+    def _encode(self, conversation: Conversation) -> list[int] | Failure | ResponseFault:
         try:
-            token_ids = self._tokenizer.encode(conversation)
-        except Exception as error:  # too long, or an exception of the chat template
+            token_ids = self._tokenizer.encode_response(conversation)
+        except Exception as error:  # too long, or an exception of the chat template  # noqa: BLE001
             return error_to_failure(error, FailureClass.REWARD)
         return token_ids or Failure(FailureClass.REWARD, "the conversation has no tokens")
 
@@ -83,51 +84,6 @@ class RewardModel:
             return self._layout(self._model, rows).tolist()
         except (RuntimeError, IndexError) as error:  # out of memory; a token id outside the vocabulary
             return [error_to_failure(error, FailureClass.REWARD)] * len(rows)
-
-
-class ConversationTooLong(Exception):
-    """A conversation of more tokens than the reward model takes."""
-
-
-class ConversationTokenizer:
-    """Token ids of whole conversations, rendered without a generation prompt."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_length: int | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._variables = dict(chat_template_kwargs or {})
-        self._max_length = max_length
-
-    @classmethod
-    def load(
-        cls, key: str, section: RenderingConfig, name: str, *, max_length: int | None = None
-    ) -> "ConversationTokenizer":
-        """Load it as a scorer's section has it, by default that of the model `name`.
-
-        Raises ConfigError below `key`, the section's, if it cannot be used.
-        """
-        tokenizer = load_tokenizer_with_template(
-            section.tokenizer_name or name,
-            section.chat_template,
-            name_key=f"{key}.tokenizer_name",
-            template_key=f"{key}.chat_template",
-        )
-        return cls(tokenizer, chat_template_kwargs=section.chat_template_kwargs, max_length=max_length)
-
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids, with the template's special tokens and no others; raises ConversationTooLong."""
-        text = self.tokenizer.apply_chat_template(
-            messages_to_dicts(messages), tokenize=False, add_generation_prompt=False, **self._variables
-        )
-        token_ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
-        if self._max_length is not None and len(token_ids) > self._max_length:
-            raise ConversationTooLong(f"a conversation of {len(token_ids)} tokens, where {self._max_length} fit")
-        return token_ids
 
 
 def load_classifier(

@@ -10,24 +10,23 @@ from pydantic import Field
 from nemo_rl.config.environment import EndpointScorerConfig
 from nemo_rl.config.kinds import Entry, import_path
 from nemo_rl.environments.registry import messages_to_dicts
-from nemo_rl.environments.scorers.registry import ScoreError, score_each
+from nemo_rl.environments.scorers.checked_scorer import ScoreError, score_each
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import ScoreRequest
-from nemo_rl.types import Failure
+from nemo_rl.types import Failure, ResponseFault, ScoreRequest
 
-CHARACTERS_PER_TOKEN = 4  # of the estimate that `tokens_per_minute` counts until the server reports usage
+CHARACTERS_PER_TOKEN = 4  # estimate for `tokens_per_minute` until the server reports usage
 
 
 class JudgeScorerConfig(EndpointScorerConfig):
     """A generative judge over chat completions."""
 
     prompt: str  # Jinja, with `messages`, `prompt`, `response` and the row's `metadata`
-    system_prompt: str | None = None  # the system message of each request; None: none
+    system_prompt: str | None = None  # system message of each request, if any
     parser: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"  # a regular expression with one group, or a dotted path
     min_score: float | None = None  # a score below it or above `max_score` is a typed failure
     max_score: float | None = None  # a score above it or below `min_score` is a typed failure
-    temperature: float = Field(default=0.0, ge=0)  # of the judge's sampling; 0: greedy
-    max_tokens: int = Field(default=512, gt=0)  # of the judge's reply
+    temperature: float = Field(default=0.0, ge=0)  # sampling temperature of the judge; 0: greedy
+    max_tokens: int = Field(default=512, gt=0)  # maximum length of the judge's reply
 
 
 def check_judge(key: str, section: JudgeScorerConfig, config: object) -> None:
@@ -58,7 +57,7 @@ class JudgeScorer:
             raise ConfigError(f"{key}.prompt", section.prompt, f"not a Jinja template: {error}") from error
         self._parse = make_answer_parser(f"{key}.parser", section.parser)
 
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure | ResponseFault]:
         return await score_each(requests, self._score)
 
     async def close(self) -> None:

@@ -1,39 +1,19 @@
-"""Reward models: `reward_model` loads one in this run, `classify` asks a served one.
+"""Scorer `reward_model`: the section of a reward model that this run loads; reward_model_replicas.py scores with it."""
 
-`reward_model` is on a thread of this process or in least-busy Ray actors; the model itself, which loads torch, is in
-classifier.py. `classify` uses the classify, pooling or embeddings API of vLLM or SGLang.
-"""
-
-import asyncio
-import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.environment import EndpointScorerConfig, ModelScorerConfig
-from nemo_rl.config.kinds import Entry, Section
-from nemo_rl.distributed.load_balancer import LoadBalancer
-from nemo_rl.distributed.machine import compute_in_turn
-from nemo_rl.environments.boundary import error_to_failure
-from nemo_rl.environments.scorers.registry import ScoreError, score_each
-from nemo_rl.errors import ConfigError, EnvironmentContractError, WorkerDied, WorkerError
-from nemo_rl.interfaces import ScoreRequest
-from nemo_rl.types import Failure, FailureClass, Message
-
-if TYPE_CHECKING:
-    from nemo_rl.distributed.actors import ActorHandle
-    from nemo_rl.distributed.cluster import ReservedSlot
-
-logger = logging.getLogger(__name__)
+from nemo_rl.config.environment import ModelScorerConfig
+from nemo_rl.config.kinds import Entry, Section, factory_at
+from nemo_rl.config.value_types import Seconds
 
 
 class RenderingConfig(Section):
-    """The rendering of a conversation as the tokens that are scored."""
+    """Rendering of a conversation as the tokens to score."""
 
-    tokenizer_name: str | None = None  # None: the model's own
-    chat_template: str | None = None  # Jinja text or a file; None: the tokenizer's own
+    tokenizer_name: str | None = None  # None: that of the model
+    chat_template: str | None = None  # Jinja text or a file; None: that of the tokenizer
     # further variables of the chat template, e.g. enable_thinking
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
@@ -41,190 +21,14 @@ class RenderingConfig(Section):
 class RewardModelScorerConfig(RenderingConfig, ModelScorerConfig):
     """A sequence classifier of one label, in this process or in Ray actors."""
 
-    max_length: int = Field(default=4096, gt=0)  # tokens; a longer conversation is a typed failure
+    max_length: int = Field(default=4096, gt=0)  # tokens; a response that makes it longer is a wrong answer
     micro_batch_size: int = Field(default=8, gt=0)  # conversations per forward pass
-    packing: bool = False  # concatenate the conversations of a forward pass; refused where it is not exact
-    precision: Literal["float32", "bfloat16"] = "float32"  # of the forward pass
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is a GPU
-    start_timeout_s: float = Field(default=300.0, gt=0)  # for an actor to load the model
+    packing: bool = False  # concatenate the conversations of a forward pass; refused if that is not exact
+    precision: Literal["float32", "bfloat16"] = "float32"  # dtype of the forward pass
+    start_timeout_s: Seconds = 300.0  # until an actor has loaded the model
 
 
-class RewardModelScorer:
-    """A reward model as an interfaces.Scorer; a call may hold any number of requests.
-
-    With `in_actor`, an actor that dies fails the requests that it holds, and is replaced. `slots` are reserved
-    resources, one per actor; without them actors run without a GPU wherever Ray has room.
-    """
-
-    def __init__(
-        self, name: str, section: RewardModelScorerConfig, *, slots: "Sequence[ReservedSlot] | None" = None
-    ) -> None:
-        self._replicas: list[_ActorReplica] | list[_ThreadReplica]
-        actor_slots = slots or [None] * section.num_replicas
-        self._load_balancer = LoadBalancer(range(len(actor_slots) if section.in_actor else 1))  # counts conversations
-        if not section.in_actor:
-            self._replicas = [_ThreadReplica(name, section)]
-            return
-        self._replicas = [_ActorReplica(name, section, slot) for slot in actor_slots]
-        try:
-            for replica in self._replicas:
-                replica.wait_until_loaded()
-        except Exception:
-            for replica in self._replicas:
-                replica.kill()
-            raise
-
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
-        conversations = [request.messages for request in requests]
-        share = max(1, -(-len(conversations) // len(self._replicas)))
-        shares = [conversations[start : start + share] for start in range(0, len(conversations), share)]
-        results = await asyncio.gather(*(self._score_shard(each) for each in shares))
-        return [score for shard_scores in results for score in shard_scores]
-
-    async def close(self) -> None:
-        for replica in self._replicas:
-            replica.kill()
-
-    async def _score_shard(self, conversations: Sequence[tuple[Message, ...]]) -> Sequence[float | Failure]:
-        with self._load_balancer.lease(work=len(conversations)) as index:
-            return await self._replicas[index].score(conversations)
-
-
-class _ThreadReplica:
-    """The model on one thread of this process, since torch's grad mode and CUDA streams are per thread."""
-
-    def __init__(self, name: str, section: RewardModelScorerConfig) -> None:
-        import torch
-
-        from nemo_rl.environments.scorers.classifier import RewardModel
-
-        self._executor = ThreadPoolExecutor(
-            1, f"scorer-{name}", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
-        )
-        self._model = self._executor.submit(RewardModel, name, section).result()
-
-    async def score(self, conversations: Sequence[tuple[Message, ...]]) -> Sequence[float | Failure]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, compute_in_turn, self._model.score, conversations)
-
-    def kill(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
-
-
-class _ActorReplica:
-    """The model in an actor, which is replaced when it dies."""
-
-    def __init__(self, name: str, section: RewardModelScorerConfig, slot: "ReservedSlot | None") -> None:
-        self._name = name
-        self._section = section
-        self._slot = slot
-        self._actor = self._spawn()
-
-    def wait_until_loaded(self) -> None:
-        """Wait for the actor; raises ConfigError for a model that cannot be loaded, or not in time."""
-        try:
-            load_error = self._actor.call_blocking("load_error", timeout_s=self._section.start_timeout_s)
-        except WorkerError as error:
-            raise ConfigError(f"scorers.{self._name}.in_actor", True, str(error)) from error
-        if load_error is not None:
-            raise ConfigError(*load_error)
-
-    async def score(self, conversations: Sequence[tuple[Message, ...]]) -> Sequence[float | Failure]:
-        actor = self._actor
-        try:
-            return await actor.call("score", conversations)
-        except WorkerDied as error:
-            if self._actor is actor:  # else an earlier failed call has replaced it already
-                logger.warning("restarting the actor of scorers.%s, which died: %s", self._name, error)
-                self._actor = self._spawn()
-            return [error_to_failure(error, FailureClass.REWARD)] * len(conversations)
-        except WorkerError as error:
-            return [error_to_failure(error, FailureClass.REWARD)] * len(conversations)
-
-    def kill(self) -> None:
-        self._actor.kill()
-
-    def _spawn(self) -> "ActorHandle":
-        from nemo_rl.distributed.actors import spawn_actor  # loads Ray
-
-        return spawn_actor(_RewardModelActor, self._name, self._section, slot=self._slot, label=f"scorers.{self._name}")
-
-
-class _RewardModelActor:
-    """The model inside its actor, or why it could not be loaded."""
-
-    def __init__(self, name: str, section: RewardModelScorerConfig) -> None:
-        from nemo_rl.environments.scorers.classifier import RewardModel
-
-        self._load_error: ConfigError | None = None
-        try:
-            self._model = RewardModel(name, section)
-        except ConfigError as error:
-            self._load_error = error
-
-    def load_error(self) -> tuple[str, object, str] | None:
-        """Return key, value and problem of the ConfigError, which is raised again in the driver."""
-        error = self._load_error
-        return (error.key, error.value, error.problem) if error else None
-
-    def score(self, conversations: Sequence[tuple[Message, ...]]) -> Sequence[float | Failure]:
-        if self._load_error is not None:
-            raise EnvironmentContractError(str(self._load_error))
-        return self._model.score(conversations)
-
-
-REWARD_MODEL = Entry(RewardModelScorerConfig, make=RewardModelScorer)
-
-
-# By `api`: the path, the key of the tokens in the request, and where the answer has its numbers.
-APIS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "vllm_classify": ("/classify", "input", lambda answer: answer["data"][0]["probs"]),
-    "vllm_pooling": ("/pooling", "input", lambda answer: answer["data"][0]["data"]),
-    "sglang_classify": ("/classify", "input_ids", lambda answer: _unwrap_single(answer)["embedding"]),
-    "embeddings": ("/v1/embeddings", "input", lambda answer: answer["data"][0]["embedding"]),
-}
-
-
-class ClassifyScorerConfig(RenderingConfig, EndpointScorerConfig):
-    """A served reward model: `POST /classify` or `/pooling` of vLLM, `/classify` of SGLang, `/v1/embeddings`."""
-
-    # the server's kind and endpoint
-    api: Literal["vllm_classify", "vllm_pooling", "sglang_classify", "embeddings"] = "vllm_classify"
-    label: int = Field(default=0, ge=0)  # the label whose score counts, if the model has several
-
-
-class ClassifyScorer:
-    """A served classifier, which is sent tokens so that it adds no second BOS; the score is that of `label`."""
-
-    def __init__(self, name: str, section: ClassifyScorerConfig) -> None:
-        from nemo_rl.distributed.endpoint import Endpoint  # loads aiohttp
-        from nemo_rl.environments.scorers.classifier import ConversationTokenizer  # loads torch
-
-        self._section = section
-        self._endpoint = Endpoint(f"scorers.{name}", section)
-        self._tokenizer = ConversationTokenizer.load(f"scorers.{name}", section, section.model)
-
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[float | Failure]:
-        return await score_each(requests, self._score)
-
-    async def close(self) -> None:
-        await self._endpoint.close()
-
-    async def _score(self, request: ScoreRequest) -> float:
-        path, tokens_key, extract_numbers = APIS[self._section.api]
-        token_ids = self._tokenizer.encode(request.messages)
-        body = {"model": self._section.model, tokens_key: token_ids}
-        answer = await self._endpoint.post(path, body, num_tokens=len(token_ids))
-        try:
-            numbers = extract_numbers(answer)
-            return float(numbers[self._section.label] if isinstance(numbers, list) else numbers)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ScoreError(f"{path}: no score number {self._section.label} in {str(answer)[:200]}") from error
-
-
-CLASSIFY = Entry(ClassifyScorerConfig, make=ClassifyScorer)
-
-
-def _unwrap_single(answer: Any) -> Any:
-    """Return SGLang's answer to one request, which is an object or a list of one."""
-    return answer[0] if isinstance(answer, list) else answer
+REWARD_MODEL = Entry(
+    RewardModelScorerConfig,
+    make=factory_at("nemo_rl.environments.scorers.reward_model_replicas:RewardModelScorer"),
+)

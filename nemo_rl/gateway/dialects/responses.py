@@ -1,38 +1,145 @@
 """OpenAI's Responses API: `/v1/responses`. https://platform.openai.com/docs/api-reference/responses
 
 A response's conversation is kept as long as its session, for `previous_response_id`. Built-in tools, stored prompts and
-conversations, and what would change the sampled text are refused with 400.
+conversations, and fields that would change the sampled text are refused with 400.
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from yarl import URL
 
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.gateway.calls import Answer, CallRequest
-from nemo_rl.gateway.dialects.common import DeltaEvents, OpenAIRequest, render_event
-from nemo_rl.gateway.dialects.content import Item, Turns, write_item
-from nemo_rl.gateway.dialects.formats import ResponseFormat
-from nemo_rl.gateway.dialects.tools import MAX_TOOLS, FlatTool, read_flat_tools, write_call
-from nemo_rl.gateway.schema import Body, RequestError, parse_body
-from nemo_rl.gateway.streaming import CallDelta, StreamStart, TextDelta
-from nemo_rl.types import Message, TextPart, ThinkingPart
+from nemo_rl.gateway.calls import CallAnswer, CallDelta, CallRequest, StreamStart, TextDelta
+from nemo_rl.gateway.dialects.bodies import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Body,
+    Content,
+    TextBlock,
+    Turns,
+    make_format_guide,
+    make_tool_type_error,
+    read_text,
+)
+from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, render_event
+from nemo_rl.gateway.dialects.openai import OpenAIRequest
+from nemo_rl.gateway.request_errors import RequestError, make_missing_error, make_unsupported_error
+from nemo_rl.types import Message, Part, Role, TextPart, ThinkingPart, ToolCall, ToolResult
 
 IGNORED_FIELDS = frozenset({"metadata", "store", "user", "service_tier", "prompt_cache_key", "safety_identifier"})
-IGNORED_FIELDS |= {"include", "prompt_cache_retention"}  # silently: they change nothing here
+IGNORED_FIELDS |= {"include", "prompt_cache_retention"}  # not logged: they change nothing here
 FORMAT_FIELD = "text.format"
 
 
+class Item(Body):
+    """An item: a message, the assistant's reasoning, a call, or the output of a call."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Content | None = None
+    summary: list[TextBlock] | None = None  # summary of reasoning; read if there is no content
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None  # namespace of the called function
+    arguments: str | None = None
+    output: Content | None = None
+
+    def read(self, where: str) -> tuple[Role, tuple[Part, ...]]:
+        """Return the role and the parts of the item; raises RequestError for an unsupported type or content."""
+        if self.type == "reasoning":
+            return "assistant", self._thinking()
+        if self.type == "function_call":
+            call_id, name, arguments = (self._required(key, where) for key in ("call_id", "name", "arguments"))
+            return "assistant", (ToolCall(call_id, full_name(self.namespace, name), arguments),)
+        if self.type == "function_call_output":
+            if self.output is None:
+                raise make_missing_error(f"{where}.output")
+            call_id = self._required("call_id", where)
+            return "tool", (ToolResult(call_id, read_text(self.output, f"{where}.output")),)
+        if self.type != "message":
+            text = f"{where}.type: items of type {self.type!r} are not supported"
+            raise make_unsupported_error(f"{where}.type", text)
+        if self.role == "assistant":
+            return "assistant", read_text(self.content, f"{where}.content", separator="")
+        if self.content is None:
+            raise make_missing_error(f"{where}.content")
+        role: Role = "system" if self._required("role", where) in ("system", "developer") else "user"
+        return role, read_text(self.content, f"{where}.content")
+
+    def _thinking(self) -> tuple[ThinkingPart, ...]:
+        """Return the thinking of a reasoning item, empty for encrypted reasoning."""
+        blocks = self.content if isinstance(self.content, list) and self.content else self.summary or ()
+        text = "\n".join(block.text for block in blocks if block.text)
+        return (ThinkingPart(text),) if text else ()
+
+    def _required(self, name: str, where: str) -> str:
+        value = getattr(self, name)
+        if value is None:
+            raise make_missing_error(f"{where}.{name}")
+        return str(value)
+
+
+class FlatTool(Body):
+    """A declared function, or a namespace of functions."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    tools: Annotated["list[FlatTool]", Field(max_length=MAX_TOOLS)] | None = None
+
+    def read(self, where: str, namespace: str | None = None) -> list[tuple[str, dict[str, Any]]]:
+        """Return (path in the request, tool as templates render it) per function, with its namespace in the name."""
+        if self.type not in ("function", "namespace") or (self.type == "namespace" and namespace is not None):
+            raise make_tool_type_error(self.type, where)
+        if not self.name:
+            raise make_missing_error(f"{where}.name")
+        if self.type == "namespace":
+            inner = enumerate(self.tools or ())
+            return [each for i, one in inner for each in one.read(f"{where}.tools.{i}", self.name)]
+        function = self.model_dump(exclude_unset=True, exclude={"type"})
+        return [(where, {"type": "function", "function": {**function, "name": full_name(namespace, self.name)}})]
+
+
+def read_flat_tools(declared: Sequence[FlatTool]) -> tuple[dict[str, Any], ...]:
+    """Return the functions of a request, those of namespaces included.
+
+    Raises RequestError for more than MAX_TOOLS, and for equal full names in two namespaces: a call would be ambiguous.
+    """
+    located = [each for i, tool in enumerate(declared) for each in tool.read(f"tools.{i}")]
+    if len(located) > MAX_TOOLS:
+        raise RequestError(400, f"tools: at most {MAX_TOOLS}, those of namespaces included", param="tools")
+    paths: dict[str, str] = {}
+    for where, tool in located:
+        name = tool["function"]["name"]
+        other = paths.setdefault(name, where)
+        if where.rpartition(".tools.")[0] != other.rpartition(".tools.")[0]:
+            raise RequestError(400, f"{where}.name: {name!r} is the full name of {other} too", param=f"{where}.name")
+    return tuple(tool for _, tool in located)
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the policy sees and calls a function."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+class ResponsesFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
 class TextOptions(Body):
-    format: ResponseFormat | None = None
+    format: ResponsesFormat | None = None
 
 
 class ResponsesRequest(OpenAIRequest):
     """The body of POST .../responses."""
 
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=10_000)]
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -41,12 +148,13 @@ class ResponsesRequest(OpenAIRequest):
     text: TextOptions | None = None
 
     def to_call(self) -> CallRequest:
-        """Return the neutral call; raises RequestError for what is not supported."""
+        """Return the neutral call; raises RequestError for unsupported fields."""
         tools = read_flat_tools(self.tools or ())
-        by_format = self.text.format.guide(FORMAT_FIELD) if self.text and self.text.format else None
+        form = None if self.text is None else self.text.format
+        guide = None if form is None else make_format_guide(form.type, form.schema_, f"{FORMAT_FIELD}.schema")
         instructions = () if self.instructions is None else (Message("system", self.instructions),)
         messages = (*instructions, *_to_messages(self.input))
-        call = self.make_call(messages, tools, by_format=by_format, format_field=FORMAT_FIELD, ignored=IGNORED_FIELDS)
+        call = self.make_call(messages, tools, by_format=guide, format_field=FORMAT_FIELD, ignored=IGNORED_FIELDS)
         return replace(
             call,
             max_tokens=self.max_output_tokens,
@@ -65,7 +173,7 @@ class ResponsesRequest(OpenAIRequest):
             "max_output_tokens": self.max_output_tokens,
             "metadata": (self.model_extra or {}).get("metadata") or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "truncation": "disabled",  # auto too: nothing is ever dropped
+            "truncation": "disabled",  # for "auto" too: nothing is ever dropped
             "tool_choice": _as_written(self.tool_choice) or "auto",
             "text": _as_written(self.text) or {"format": {"type": "text"}},
             "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools or ()],
@@ -74,30 +182,43 @@ class ResponsesRequest(OpenAIRequest):
         }
 
 
-class Responses:
+def _to_messages(items: str | list[Item]) -> tuple[Message, ...]:
+    """Return items as messages; the assistant's items of one response are one message."""
+    if isinstance(items, str):
+        return (Message("user", items),)
+    turns = Turns()
+    for i, item in enumerate(items):
+        turns.add(*item.read(f"input.{i}"), begins=item.type == "reasoning")  # the first item of a response
+    return turns.messages()
+
+
+def _as_written(value: Body | str | None) -> Any:
+    return value.model_dump(exclude_unset=True, by_alias=True) if isinstance(value, Body) else value
+
+
+class Responses(Dialect):
     """The dialect `/v1/responses`."""
 
-    def parse(self, body: bytes) -> CallRequest:
-        return parse_body(ResponsesRequest, body).to_call()
+    paths = ("/responses",)
 
-    def render(self, call: CallRequest, answer: Answer, encoder: ChatEncoder) -> dict[str, Any]:
+    def parse(self, body: bytes, address: URL) -> CallRequest:
+        return ResponsesRequest.from_json(body).to_call()
+
+    def render(self, call: CallRequest, answer: CallAnswer, encoder: ChatEncoder) -> dict[str, Any]:
         """Return a `response` object."""
         response, unique = answer.response, answer.completion_id.removeprefix(call.id_prefix)
-        output = [write_item(f"rs_{unique}", ThinkingPart(response.reasoning))] if response.reasoning else []
+        output = [_write_item(f"rs_{unique}", ThinkingPart(response.reasoning))] if response.reasoning else []
         if response.message.content or not response.message.tool_calls:
-            output.append(write_item(f"msg_{unique}", TextPart(response.message.content)))
-        declared = call.echoed["tools"]
-        output += [write_call(f"fc_{unique}_{i}", each, declared) for i, each in enumerate(response.message.tool_calls)]
+            output.append(_write_item(f"msg_{unique}", TextPart(response.message.content)))
+        for i, each in enumerate(response.message.tool_calls):
+            output.append(_write_call(f"fc_{unique}_{i}", each, call.echoed["tools"]))
         return _finished(_head(call, answer.completion_id, answer.model), answer, output)
 
     def open_stream(self, call: CallRequest) -> "ItemStream":
         return ItemStream(call)
 
-    def render_error(self, error: RequestError) -> dict[str, Any]:
-        return error.body()
 
-
-class ItemStream(DeltaEvents):
+class ItemStream(EventStream):
     """Events of output items, each added, filled with deltas and done, with consecutive numbers."""
 
     def __init__(self, call: CallRequest) -> None:
@@ -114,7 +235,7 @@ class ItemStream(DeltaEvents):
 
     def open_item(self, kind: str) -> bytes:
         prefix, part = ("rs", ThinkingPart("")) if kind == "thinking" else ("msg", TextPart(""))
-        item = write_item(self._new_id(prefix), part)
+        item = _write_item(self._new_id(prefix), part)
         self._output.append(item)
         events = self._item_event("added", {**item, "status": "in_progress", "content": []})
         return events + self._part_event("response.content_part.added", part=item["content"][0])
@@ -131,7 +252,7 @@ class ItemStream(DeltaEvents):
 
     def render_call(self, delta: CallDelta) -> bytes:
         arguments = delta.call.arguments
-        item = write_call(self._new_id("fc"), delta.call, self._call.echoed["tools"])
+        item = _write_call(self._new_id("fc"), delta.call, self._call.echoed["tools"])
         self._output.append(item)
         where = {"output_index": len(self._output) - 1, "item_id": item["id"]}
         events = self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
@@ -140,7 +261,7 @@ class ItemStream(DeltaEvents):
         events += self._event("response.function_call_arguments.done", **done, **where)
         return events + self._item_event("done", item)
 
-    def render_end(self, answer: Answer, encoder: ChatEncoder) -> bytes:
+    def render_end(self, answer: CallAnswer, encoder: ChatEncoder) -> bytes:
         has_answer = any(item["type"] != "reasoning" for item in self._output)
         events = b"" if has_answer else self.render_delta(TextDelta(""))
         events += self.close()
@@ -172,18 +293,38 @@ class ItemStream(DeltaEvents):
         return render_event(body, kind)
 
 
-def _to_messages(items: str | list[Item]) -> tuple[Message, ...]:
-    """Return items as messages: what the assistant wrote in one response is one message."""
-    if isinstance(items, str):
-        return (Message("user", items),)
-    turns = Turns()
-    for i, item in enumerate(items):
-        turns.add(*item.read(f"input.{i}"), begins=item.type == "reasoning")  # with which a response begins
-    return turns.messages()
+def _write_item(item_id: str, part: TextPart | ThinkingPart) -> dict[str, Any]:
+    """Return the item that holds a part of a response."""
+    if isinstance(part, ThinkingPart):
+        content = [{"type": "reasoning_text", "text": part.text}]
+        return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+    texts = [{"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}]
+    return {"id": item_id, "type": "message", "role": "assistant", "status": "completed", "content": texts}
 
 
-def _as_written(value: Body | str | None) -> Any:
-    return value.model_dump(exclude_unset=True, by_alias=True) if isinstance(value, Body) else value
+def _write_call(item_id: str, call: ToolCall, declared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the item of a call, its function named as the request's tools name it."""
+    namespace, name = _split_name(call.name, declared)
+    within = {} if namespace is None else {"namespace": namespace}
+    head = {"id": item_id, "type": "function_call", "call_id": call.id, "status": "completed"}
+    return {**head, **within, "name": name, "arguments": call.arguments}
+
+
+def _split_name(called: str, declared: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
+    """Return the namespace and the name of a called function: either may have dots, so the declared tools decide.
+
+    An undeclared function (models make up names) goes to the longest namespace that its name begins with.
+    """
+    if any(tool["type"] == "function" and tool["name"] == called for tool in declared):
+        return None, called
+    spaces = [tool for tool in declared if tool["type"] == "namespace" and called.startswith(f"{tool['name']}.")]
+    exact = [
+        tool["name"]
+        for tool in spaces
+        if any(full_name(tool["name"], each["name"]) == called for each in tool.get("tools") or ())
+    ]
+    namespace = next(iter(exact), max((tool["name"] for tool in spaces), key=len, default=None))
+    return namespace, called if namespace is None else called.removeprefix(f"{namespace}.")
 
 
 def _head(call: CallRequest, response_id: str, model: str) -> dict[str, Any]:
@@ -192,7 +333,7 @@ def _head(call: CallRequest, response_id: str, model: str) -> dict[str, Any]:
     return {**head, "status": "in_progress", **absent, **call.echoed, "output": []}
 
 
-def _finished(head: dict[str, Any], answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
+def _finished(head: dict[str, Any], answer: CallAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
     prompt, sampled = answer.num_prompt_tokens, answer.num_sampled_tokens
     usage = {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled}
     usage |= {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}

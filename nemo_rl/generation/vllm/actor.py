@@ -3,18 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
 from nemo_rl.errors import GenerationError, WeightSyncError, WorkerError
-from nemo_rl.generation.vllm.engine import CONTROL_S, VllmGeneration, environment
+from nemo_rl.generation.engines import EngineModel
+from nemo_rl.generation.node_file import release
+from nemo_rl.generation.vllm.engine import CONTROL_S, VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig
-from nemo_rl.generation.weight_reading import release
-from nemo_rl.interfaces import EnginePart, Weights
+from nemo_rl.generation.vllm.process_environment import environment
+from nemo_rl.interfaces import EnginePart
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
-
-if TYPE_CHECKING:
-    from nemo_rl.generation.engines import EngineModel
+from nemo_rl.weight_manifests import Weights
 
 CLOSE_S = 60.0
 CALL_TIMEOUT_S = CONTROL_S + 30.0  # longer than the engine's own deadline, whose error says what took too long
@@ -24,7 +24,7 @@ MAX_CONCURRENCY = 10_000  # calls at once: above any number of requests
 class VllmActor:
     """The engine inside the actor."""
 
-    def __init__(self, section: VllmGenerationConfig, model: "EngineModel") -> None:
+    def __init__(self, section: VllmGenerationConfig, model: EngineModel) -> None:
         self._section = section
         self._model = model
         self._engine: VllmGeneration | None = None
@@ -97,7 +97,7 @@ class VllmActorGeneration:
     async def create(
         cls,
         section: VllmGenerationConfig,
-        model: "EngineModel",
+        model: EngineModel,
         *,
         start_timeout_s: float,
         slot: Any = None,

@@ -8,89 +8,33 @@ import asyncio
 import contextlib
 import copy
 import functools
-import logging
-import math
 import os
-import random
-import secrets
-import threading
-import warnings
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import astuple
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-import torch
-
 from nemo_rl import types
-from nemo_rl.distributed.machine import kill_children, wait_until_idle
+from nemo_rl.distributed.processes import kill_children, wait_until_idle
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
+from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.requests import as_completed, structured_outputs
-from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig, num_memory_nodes
-from nemo_rl.interfaces import (
-    DeviceWeights,
-    EnginePart,
-    LocalWeights,
-    WeightChunks,
-    WeightManifest,
-    Weights,
-    WeightStream,
-)
+from nemo_rl.generation.vllm.arguments import engine_arguments
+from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig
+from nemo_rl.generation.vllm.process_environment import START_S, restore_environment, starting_engine
+from nemo_rl.interfaces import EnginePart
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
+from nemo_rl.weight_manifests import DeviceWeights, LocalWeights, WeightChunks, WeightManifest, Weights, WeightStream
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from nemo_rl.generation.engines import EngineModel
-    from nemo_rl.generation.vllm.core_thread import InProcessEngine
+    from nemo_rl.generation.vllm.cpu.core_thread import InProcessEngine
 
-logger = logging.getLogger(__name__)
-_STARTING = threading.Lock()  # held while an engine of this process starts
-
-WORKER_EXTENSION = "nemo_rl.generation.vllm.worker.WeightLoadingExtension"  # by name: vLLM's worker imports it
-CPU_KV_CACHE_BYTES = 512 * 2**20
-CPU_MAX_SEQS = 256
-MIN_CPU_BATCHED_TOKENS = 8192
 MAX_SEED = 2**63 - 1  # vLLM keeps seeds in an int64
-ENGINE_SEED_BITS = 31
-CONTROL_S = 600.0  # for the engine to pause, resume, load weights, sleep or wake
-START_S = 600.0  # for the model to load; vLLM's own limit
-START_POLL_S = 0.05  # between looks at whether another engine has started
+CONTROL_S = 600.0  # limit for the engine to pause, resume, load weights, sleep or wake
 SHUTDOWN_S = 30.0  # the engine's process takes seconds to end; then it is killed
-
-QUIET_ENV = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "PYTHONWARNINGS": "ignore",  # of vLLM's imports in the engine's process
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TORCH_LOGS": "-all",  # errors only
-}
-# On a CPU, compiling takes longer than it saves, and the executor in the engine's own process is the quicker one.
-# A refit copies and packs every matrix: glibc keeps that memory, instead of giving it back to the kernel and asking for
-# it page by page each time.
-CPU_ENV = {
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "MALLOC_MMAP_THRESHOLD_": str(2**33),
-    "MALLOC_TRIM_THRESHOLD_": str(2**33),
-    "MALLOC_TOP_PAD_": str(2**28),
-}
-# What vLLM 0.32 sets beside VLLM_..., on its import and for the processes that it starts.
-ENGINE_VARIABLES = frozenset({
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "LOCAL_WORLD_SIZE",
-    "NCCL_GRAPH_REGISTER",
-    "NUMEXPR_MAX_THREADS",
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "TILELANG_CLEANUP_TEMP_FILES",
-    "TORCHINDUCTOR_COMPILE_THREADS",
-    "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
-    "TRITON_CACHE_AUTOTUNING",
-})  # fmt: skip
 
 
 class VllmGeneration:
@@ -110,7 +54,7 @@ class VllmGeneration:
         control_s: float = CONTROL_S,
     ) -> None:
         """Use `create`."""
-        from vllm import SamplingParams  # here, since its import takes seconds and heeds the environment
+        from vllm import SamplingParams  # imported here: it takes seconds and reads the environment
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -119,7 +63,7 @@ class VllmGeneration:
         self._engine = engine
         self._control_s = control_s
         self._stall_timeout_s = section.vllm_cfg.stall_timeout_s
-        self._pids: frozenset[int] = frozenset()  # of the engine's own processes
+        self._pids: frozenset[int] = frozenset()  # the engine's own processes
         self._uses_request_seeds = section.vllm_cfg.seeds_requests(device)
         self._can_sleep = device != "cpu" and bool(engine.vllm_config.model_config.enable_sleep_mode)
         self._sampling_params = SamplingParams
@@ -140,7 +84,7 @@ class VllmGeneration:
 
     @classmethod
     async def create(
-        cls, section: VllmGenerationConfig, model: "EngineModel", *, start_timeout_s: float = START_S
+        cls, section: VllmGenerationConfig, model: EngineModel, *, start_timeout_s: float = START_S
     ) -> "VllmGeneration":
         """Start the engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start.
 
@@ -157,7 +101,8 @@ class VllmGeneration:
                     else:
                         workers = await engine.collective_rpc("detach_from_terminal", args=(os.getpid(),))
                         generation._pids = frozenset(pid for each in workers for pid in each) - {os.getpid()}
-                    await engine.collective_rpc("use_request_streams")
+                    if model.device == "cpu":
+                        await engine.collective_rpc("use_request_streams")
                     await engine.update_weight_version("0")
             except BaseException:  # a Ctrl-C too: the engine's process must not outlive its caller
                 await generation.close()
@@ -191,11 +136,11 @@ class VllmGeneration:
 
     async def _sample(self, request: GenerationRequest) -> "RequestOutput":
         if not 0 <= min(request.token_ids, default=0) <= max(request.token_ids, default=0) < self._vocab_size:
-            raise ValueError(f"a token id outside the vocabulary of {self._vocab_size}")  # it would kill the engine
+            raise ValueError(f"a token id outside the vocabulary of {self._vocab_size}")  # would kill the engine
         prompt = self._tokens_input(list(request.token_ids))
         num_told = 0
         outputs = self._engine.generate(prompt, self._params(request), request.request_id)
-        async with contextlib.aclosing(outputs):  # else the event loop closes it, in a task of its own
+        async with contextlib.aclosing(outputs):  # otherwise the event loop closes it in another task
             async for output in outputs:
                 if request.on_tokens is not None and (new := output.outputs[0].token_ids[num_told:]):
                     request.on_tokens(num_told, new)
@@ -205,7 +150,7 @@ class VllmGeneration:
         raise GenerationError(f"vLLM gave no answer to {request.request_id}")
 
     def _params(self, request: GenerationRequest) -> "SamplingParams":
-        make = self._make_params if request.sampling.guide else self._cached_params  # vLLM writes to a guide's
+        make = self._make_params if request.sampling.guide else self._cached_params  # vLLM modifies params with a guide
         params = copy.copy(make(request.sampling, request.on_tokens is None))
         params.seed = request.seed & MAX_SEED if self._uses_request_seeds else None
         return params
@@ -230,7 +175,7 @@ class VllmGeneration:
         )
 
     async def pause(self, *, keep_cache: bool = False) -> None:
-        """Hold all requests; `keep_cache` also keeps prefixes that new prompts share with running requests."""
+        """Hold all requests; `keep_cache` also keeps cached prefixes for new prompts."""
         self._admission_open.clear()
         if self._num_running:
             # Not AsyncLLM.pause_generation, which sleeps another 20 ms so that in-flight outputs arrive first.
@@ -252,13 +197,13 @@ class VllmGeneration:
                 await self._load(manifest, weight_version)
             except (WeightSyncError, self._dead_error_type):
                 raise
-            except Exception as error:  # what failed in the worker arrives as a plain Exception
+            except Exception as error:  # errors of the worker arrive as plain Exceptions
                 raise WeightSyncError(f"vLLM could not load the weights: {one_line(error)}") from error
         self._weight_version = weight_version
 
     async def _load(self, weights: Weights, weight_version: int) -> None:
         if isinstance(weights, WeightChunks):
-            from nemo_rl.generation.weight_reading import write_node_file  # loads Ray, which the chunks are from
+            from nemo_rl.generation.node_file import write_node_file  # loads Ray
 
             weights = await asyncio.to_thread(write_node_file, weights)
         if isinstance(weights, LocalWeights) and self._pids:
@@ -281,7 +226,7 @@ class VllmGeneration:
 
     @asynccontextmanager
     async def _engine_deadline(self, what: str, *, waits_for_peers: bool = False) -> AsyncIterator[None]:
-        """Raise GenerationError where the engine dies or stalls inside the block, or does not end it in time."""
+        """Raise GenerationError if the engine dies or stalls inside the block, or does not finish it in time."""
         stalled = asyncio.Event()
         try:
             async with asyncio.timeout(self._control_s) as deadline:
@@ -306,84 +251,19 @@ class VllmGeneration:
         deadline.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
-        """End the engine's process; requests that still run fail. May be called twice."""
+        """End the engine; running requests fail. May be called twice."""
         if self._closed:
             return
         self._closed = True
         self._admission_open.set()
         output_handler = self._engine.output_handler
-        if output_handler is not None:  # else it reports the engine's end as a death
+        if output_handler is not None:  # otherwise it would report the shutdown as a death
             output_handler.cancel()
             await asyncio.gather(output_handler, return_exceptions=True)
         await asyncio.to_thread(self._engine.shutdown, SHUTDOWN_S)
 
 
-def environment(
-    device: str, num_replicas: int = 1, *, num_workers: int = 1, start_timeout_s: float = START_S
-) -> dict[str, str]:
-    """Return the environment variables of the engine's processes, without those that the user has set.
-
-    vLLM reads its limit for loading the model, 600 s without the variable, when it is imported.
-    Several replicas on one CPU divide its cores among them, and none is bound to cores that another is bound to. The
-    same holds for the workers of each, unless each can be bound to a memory node of its own, which vLLM then does.
-    """
-    wanted = {**QUIET_ENV, **(CPU_ENV if device == "cpu" else {})}
-    wanted["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(start_timeout_s))
-    if device == "cpu" and (num_replicas > 1 or num_workers > max(num_memory_nodes(), 1)):
-        num_threads = max(1, len(os.sched_getaffinity(0)) // (num_replicas * num_workers))
-        wanted |= {"OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-@asynccontextmanager
-async def starting_engine(
-    device: str, start_timeout_s: float = START_S, *, num_workers: int = 1
-) -> AsyncIterator[None]:
-    """`importing_vllm` for one start after another: they would put back each other's environment."""
-    while not _STARTING.acquire(blocking=False):  # noqa: ASYNC110  another thread's event loop may hold it
-        await asyncio.sleep(START_POLL_S)
-    try:
-        with importing_vllm(device, start_timeout_s, num_workers=num_workers):
-            yield
-    finally:
-        _STARTING.release()
-
-
-@contextlib.contextmanager
-def importing_vllm(device: str, start_timeout_s: float = START_S, *, num_workers: int = 1) -> Iterator[None]:
-    """Set the environment for importing vLLM and spawning its engine; what the user has set stays.
-
-    Environment and global random states are put back at the end: vLLM sets variables for processes of its own, which
-    those that the trainer starts later would inherit (LD_PRELOAD on a CPU), and seeds the generators.
-    """
-    before = dict(os.environ)
-    added = environment(device, num_workers=num_workers, start_timeout_s=start_timeout_s)
-    quiet = warnings.catch_warnings(action="ignore")  # as PYTHONWARNINGS does for a process of its own
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    os.environ.update(added)
-    for logger in ("vllm", "torch.utils.cpp_extension"):
-        logging.getLogger(logger).setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    try:
-        with quiet:
-            yield
-    finally:
-        own = {name for name in before.keys() | os.environ.keys() if name.startswith("VLLM_")}
-        restore_environment(before, ENGINE_VARIABLES | own | added.keys())
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
-def restore_environment(before: Mapping[str, str], names: Collection[str]) -> None:
-    """Give the variables `names` the values that they had `before`."""
-    for name in names:
-        if name in before:
-            os.environ[name] = before[name]
-        else:
-            os.environ.pop(name, None)
-
-
-def start_engine(section: VllmGenerationConfig, model: "EngineModel") -> "AsyncLLM | InProcessEngine":
+def start_engine(section: VllmGenerationConfig, model: EngineModel) -> "AsyncLLM | InProcessEngine":
     """Start an engine; raises ConfigError for arguments that vLLM refuses, GenerationError if it does not start."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -402,7 +282,7 @@ def start_engine(section: VllmGenerationConfig, model: "EngineModel") -> "AsyncL
         ) from error
     try:
         if section.vllm_cfg.in_process:
-            from nemo_rl.generation.vllm.core_thread import InProcessEngine
+            from nemo_rl.generation.vllm.cpu.core_thread import InProcessEngine
 
             restore_environment(before, {"LD_PRELOAD"})  # now: other processes may start beside the core
             return InProcessEngine(config)
@@ -411,66 +291,6 @@ def start_engine(section: VllmGenerationConfig, model: "EngineModel") -> "AsyncL
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except Exception as error:
         raise GenerationError(f"vLLM did not start with {model.model_path}: {error}") from error
-
-
-def engine_arguments(section: VllmGenerationConfig, model: "EngineModel") -> dict[str, Any]:
-    """Return the arguments of vLLM's AsyncEngineArgs; `vllm_kwargs` override all others."""
-    cfg, on_cpu = section.vllm_cfg, model.device == "cpu"
-    length = cfg.max_model_len or model.max_model_len
-    dtype = section.dtype(model.dtype)
-    arguments: dict[str, Any] = {
-        "model": model.model_path,
-        "dtype": dtype,
-        "max_model_len": length,
-        "max_num_seqs": cfg.max_num_seqs or (CPU_MAX_SEQS if on_cpu else None),
-        "tensor_parallel_size": cfg.tensor_parallel_size,
-        "gpu_memory_utilization": cfg.gpu_memory_utilization,
-        "kv_cache_memory_bytes": cfg.kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
-        "enforce_eager": on_cpu if cfg.enforce_eager is None else cfg.enforce_eager,
-        "enable_prefix_caching": cfg.enable_prefix_caching,
-        "enable_sleep_mode": needs_sleep(section, on_cpu),
-        "skip_tokenizer_init": not has_tokenizer(model.model_path),
-        "generation_config": "vllm",  # the model's own defaults must not change how it is sampled
-        "logprobs_mode": "processed_logprobs",  # log_softmax(logits / temperature)
-        "worker_extension_cls": WORKER_EXTENSION,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
-    if on_cpu:
-        arguments |= {
-            "distributed_executor_backend": "uni" if cfg.tensor_parallel_size == 1 else "mp",
-            # A seeded request whose prompt is computed in parts kills vLLM 0.32's CPU engine.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(length, MIN_CPU_BATCHED_TOKENS),
-        }
-    elif cfg.tensor_parallel_size > 1:
-        # In a placement group vLLM would choose its Ray executor, which refuses a bundle of several GPUs.
-        arguments["distributed_executor_backend"] = "mp"
-    if dtype != "float32":
-        # As the trainer: logits near 20 rounded to bfloat16 are off by up to 0.06.
-        arguments["hf_overrides"] = {"head_dtype": "float32"}
-    if not cfg.seeds_requests(model.device):
-        # vLLM's own default is one constant: replicas with the same prompts would sample the same responses.
-        arguments["seed"] = secrets.randbits(ENGINE_SEED_BITS)
-    overrides = {**arguments.get("hf_overrides", {}), **section.vllm_kwargs.get("hf_overrides", {})}
-    arguments |= section.vllm_kwargs
-    if overrides:
-        arguments["hf_overrides"] = overrides
-    if on_cpu and cfg.seeds_requests(model.device) and arguments["enable_chunked_prefill"]:
-        key = "policy.generation.vllm_kwargs.enable_chunked_prefill"
-        raise ConfigError(key, True, "kills vLLM's CPU engine with vllm_cfg.seed_requests; switch one of them off")
-    return arguments
-
-
-def needs_sleep(section: VllmGenerationConfig, on_cpu: bool) -> bool:
-    wanted = section.vllm_cfg.enable_sleep_mode
-    return not on_cpu and (section.colocated.enabled if wanted is None else wanted)
-
-
-def has_tokenizer(model_path: str) -> bool:
-    """Return whether the model comes with a tokenizer; only requests with stop strings need one."""
-    directory = Path(model_path)
-    return not directory.is_dir() or any(directory.glob("tokenizer*")) or (directory / "vocab.json").exists()
 
 
 def _engine_dead_error() -> GenerationError:
@@ -490,7 +310,7 @@ def weight_loading_call(weights: LocalWeights | WeightManifest | DeviceWeights |
 
 
 def to_completion(request_id: str, output: "RequestOutput", version: int) -> Completion | FailedRequest:
-    """Return the request's result; `version` is that of the weights at its start, for engines that do not say."""
+    """Return the request's result; `version` is the weight version at its start, used if the engine reports none."""
     sampled: Any = output.outputs[0]
     if sampled.finish_reason not in ("stop", "length"):
         return FailedRequest(request_id, f"vLLM ended it with {sampled.finish_reason!r}")

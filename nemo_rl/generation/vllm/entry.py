@@ -1,28 +1,27 @@
-"""The engine `vllm`: its section of `policy.generation`, its checks and its start. Loads neither vLLM nor torch."""
+"""The engine `vllm`: its section of `policy.generation` and its checks. Loads neither vLLM nor torch."""
 
 import math
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.kinds import Entry, Section
+from nemo_rl.config.kinds import Entry, Section, factory_at
 from nemo_rl.config.policy import GenerationConfig, SamplingConfig
+from nemo_rl.config.value_types import Seconds
 from nemo_rl.distributed.devices import Device, vllm_devices
 from nemo_rl.errors import ConfigError
+from nemo_rl.generation.vllm.architectures import own_architectures
 
 if TYPE_CHECKING:
-    from nemo_rl.config.collect import ServerConfig
     from nemo_rl.config.layout import Layout
     from nemo_rl.config.master import TrainingRunConfig
-    from nemo_rl.generation.engines import EngineModel
-    from nemo_rl.interfaces import Generation
+    from nemo_rl.config.server import ServerConfig
 
 
 IN_PROCESS_KEY = "policy.generation.vllm_cfg.in_process"
-PARALLEL_ARGUMENTS = {  # of vLLM, which may start processes
+PARALLEL_ARGUMENTS = {  # arguments by which vLLM may start processes
     "data_parallel_size",
     "distributed_executor_backend",
     "pipeline_parallel_size",
@@ -42,11 +41,11 @@ class VllmConfig(Section):
     max_num_seqs: int | None = Field(default=None, gt=0)  # None on CUDA: vLLM's choice for the device; on a CPU: 256
     enforce_eager: bool | None = None  # None: true on a CPU, false on CUDA
     enable_prefix_caching: bool = True  # reuse the KV cache of tokens that several requests begin with
-    enable_sleep_mode: bool | None = None  # None: true where the trainer shares the engine's CUDA device
-    # on a thread of the driver's process, CPU only; None: true where it takes turns with the trainer on one CPU
+    enable_sleep_mode: bool | None = None  # None: true if the trainer shares the engine's CUDA device
+    # on a thread of the driver's process, CPU only; None: true if it takes turns with the trainer on one CPU
     in_process: bool | None = None
     # without CPU time of the engine's processes while they owe a pause, refit, sleep or wake; then it counts as dead
-    stall_timeout_s: float = Field(default=60.0, gt=0)
+    stall_timeout_s: Seconds = 60.0
     seed_requests: bool | None = None  # a seed for each request: repeatable samples; None: true on a CPU, not on CUDA
 
     def seeds_requests(self, device: str) -> bool:
@@ -133,14 +132,18 @@ class VllmGenerationConfig(GenerationConfig):
         if self.vllm_cfg.in_process and (layout.device == "cuda" or layout.needs_cluster):
             problem = f"the engine would run in a worker on {layout.device}; allowed: false, or one process on a CPU"
             raise ConfigError(IN_PROCESS_KEY, True, problem)
+        if layout.device == "cpu":
+            check_speculation(self.vllm_kwargs)
 
     def for_layout(self, layout: "Layout", *, samples_beside_training: bool) -> "VllmGenerationConfig":
-        """Return the section with `vllm_cfg.in_process` set: true where engine and trainer take turns on one CPU.
+        """Return the section with `vllm_cfg.in_process` set: true if engine and trainer take turns on one CPU.
 
         vLLM binds the memory of its process to one NUMA node, so a machine with several keeps a process for it.
         """
         if self.vllm_cfg.in_process is not None:
             return self
+        from nemo_rl.distributed.machine import num_memory_nodes  # imports asyncio, which --help does not need
+
         in_process = (
             layout.device == "cpu"
             and not layout.needs_cluster
@@ -153,10 +156,30 @@ class VllmGenerationConfig(GenerationConfig):
         )
         return self.model_copy(update={"vllm_cfg": self.vllm_cfg.model_copy(update={"in_process": in_process})})
 
+    def for_model(self, architectures: Sequence[str]) -> "VllmGenerationConfig":
+        """Return the section with `vllm_cfg.in_process` false for a model that vLLM runs with transformers' classes.
 
-def num_memory_nodes() -> int:
-    """Return the number of NUMA nodes of this machine, 0 where the kernel does not tell."""
-    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+        vLLM wraps these classes for its compilation, after which the policy of the same process cannot compute.
+        """
+        uses_transformers = self.vllm_kwargs.get("model_impl") == "transformers"
+        if self.runs_in_driver or (not uses_transformers and own_architectures().issuperset(architectures)):
+            return self
+        if self.vllm_cfg.in_process:
+            model = ", ".join(architectures)
+            problem = f"vLLM runs {model} with transformers' classes, which the policy would share; allowed: false"
+            raise ConfigError(IN_PROCESS_KEY, True, problem)
+        return self.model_copy(update={"vllm_cfg": self.vllm_cfg.model_copy(update={"in_process": False})})
+
+
+def check_speculation(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that make vLLM's CPU engine sample from another distribution than the model's.
+
+    Its stand-in for the kernel that expands temperatures over drafted tokens (vLLM 0.32, utils/cpu_triton_utils.py)
+    writes into a copy: samples follow memory that was never written, and a third of their log-probs are NaN.
+    """
+    if (value := arguments.get("speculative_config")) is not None:
+        problem = "vLLM's CPU engine samples from a wrong distribution with it; allowed: none, or a GPU"
+        raise ConfigError("policy.generation.vllm_kwargs.speculative_config", value, problem)
 
 
 def check_vllm(key: str, section: VllmGenerationConfig, config: "TrainingRunConfig") -> None:
@@ -176,34 +199,4 @@ def check_vllm(key: str, section: VllmGenerationConfig, config: "TrainingRunConf
         raise ConfigError(IN_PROCESS_KEY, True, "VLLM_ENABLE_V1_MULTIPROCESSING=1 asks for a process; allowed: false")
 
 
-async def make_vllm(
-    section: VllmGenerationConfig, model: "EngineModel", *, slots: Sequence[Any], start_timeout_s: float
-) -> "Generation":
-    """Start the engine in this process, or its replicas in actors, served by a router.
-
-    `model.trust_remote_code` is ignored: vLLM has it among its `vllm_kwargs`. Raises ConfigError for settings that vLLM
-    refuses, GenerationError when it does not start.
-    """
-    # Imported here: vLLM takes seconds, and Ray one, which a run without them need not wait.
-    slots_or_none = list(slots) or [None] * (section.num_replicas or 1)
-    count = len(slots_or_none)
-    if count == 1 and slots_or_none[0] is None and not section.in_actor:
-        from nemo_rl.generation.vllm.engine import VllmGeneration
-
-        return await VllmGeneration.create(section, model, start_timeout_s=start_timeout_s)
-
-    from nemo_rl.generation.router import MAX_REPLICAS, ReplicatedGeneration, start_engines
-    from nemo_rl.generation.vllm.actor import VllmActorGeneration
-
-    async def start(index: int) -> "Generation":
-        slot = slots_or_none[index % count]  # a CPU takes more engines than were configured, a GPU none
-        num_replicas = max(count, index + 1)
-        return await VllmActorGeneration.create(
-            section, model, slot=slot, num_replicas=num_replicas, start_timeout_s=start_timeout_s
-        )
-
-    limit = count if model.device == "cuda" else MAX_REPLICAS
-    return ReplicatedGeneration(await start_engines(start, count), restart=start, max_replicas=limit)
-
-
-VLLM = Entry(VllmGenerationConfig, make=make_vllm, check=check_vllm)
+VLLM = Entry(VllmGenerationConfig, make=factory_at("nemo_rl.generation.vllm.start:make_vllm"), check=check_vllm)

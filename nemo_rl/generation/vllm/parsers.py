@@ -1,6 +1,6 @@
 """vLLM's parsers of tool calls and of thinking, by the names of its registry, for the gateway's answers.
 
-The names are read from vLLM's source, since importing it takes seconds; the classes are imported where one is used. A
+The names are read from vLLM's source, since importing it takes seconds; the classes are imported if one is used. A
 parser object is made for each response, because some keep state; all run in the event loop's thread.
 """
 
@@ -18,7 +18,7 @@ from nemo_rl.errors import ConfigError
 
 Kind: TypeAlias = Literal["tool", "reasoning"]
 Tools: TypeAlias = Sequence[Mapping[str, Any]]  # OpenAI schemas
-TABLES: Mapping[Kind, tuple[str, str]] = {  # in vLLM: the file, and the name of its table
+TABLES: Mapping[Kind, tuple[str, str]] = {  # vLLM's file, and the name of its table
     "tool": ("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER"),
     "reasoning": ("reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER"),
 }
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def vllm_parser_names(kind: Kind) -> tuple[str, ...]:
-    """Return the names of vLLM's registry, sorted; none where vLLM is not installed."""
+    """Return the names of vLLM's registry, sorted; empty if vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return ()
@@ -51,7 +51,7 @@ def make_vllm_tool_parser(
 ) -> Callable[[str, Tools], tuple[str, list[tuple[str, str]]]]:
     """Return a function from a response's text, special tokens kept, to the text left and its (name, arguments) calls.
 
-    Text that the parser fails on is left as it is. Raises ConfigError for `key` where the parser cannot be made, as for
+    Text that the parser fails on is left as it is. Raises ConfigError for `key` if the parser cannot be made, e.g. for
     a tokenizer without the tokens that it looks for.
     """
     cls, make_request, tokenizer = _load(key, name, "tool", tokenizer)
@@ -60,7 +60,7 @@ def make_vllm_tool_parser(
         try:
             request = make_request(tools)
             found = cls(tokenizer, request.tools).extract_tool_calls(text, request)
-        except Exception as error:  # a parser of others, on text of a model
+        except Exception as error:  # third-party code on text of a model  # noqa: BLE001
             logger.debug("vLLM's tool parser %s failed: %s", name, error)
             return text, []
         if not found.tools_called:
@@ -82,7 +82,7 @@ def make_vllm_reasoning_parser(
     def parse(text: str) -> tuple[str | None, str]:
         try:
             reasoning, content = cls(tokenizer).extract_reasoning(text, make_request(()))
-        except Exception as error:  # a parser of others, on text of a model
+        except Exception as error:  # third-party code on text of a model  # noqa: BLE001
             logger.debug("vLLM's reasoning parser %s failed: %s", name, error)
             return None, text
         return reasoning, content or ""
@@ -92,7 +92,7 @@ def make_vllm_reasoning_parser(
 
 def _load(key: str, name: str, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any, Any]:
     """Import a parser's class; return it, a function from tools to vLLM's request, and the tokenizer as vLLM has it."""
-    from nemo_rl.generation.vllm.engine import importing_vllm
+    from nemo_rl.generation.vllm.process_environment import importing_vllm
 
     with importing_vllm("cpu"):
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -11,10 +11,12 @@ from nemo_rl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # of tensor parallelism
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by tensor parallelism
+COMPILED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by default: tests show that their outputs and gradients are equal
+DIVIDED_WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 LORA_KEY = "policy.dtensor_cfg.lora_cfg"
-
-_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+KEPT_SHARE = 0.25  # share of a device for whole weights and gradients if keep_unsharded is auto
+CHECK_ADAPTED_MODULES = factory_at("nemo_rl.policy.fsdp2.lora:check_modules")  # builds the model on the meta device
 
 
 class LoraAdapterConfig(Section):
@@ -41,13 +43,15 @@ class DTensorConfig(BackendConfig):
     SHARES_PREFIXES: ClassVar[bool] = True
 
     backend: str = Field(default="fsdp2", exclude=True)
-    enabled: bool = True  # read where `backend` is "auto": this one without megatron_cfg.enabled, in any case
+    enabled: bool = True  # has no effect: backend "auto" is FSDP2 unless megatron_cfg.enabled
     activation_checkpointing: bool = False  # compute activations again in the backward pass, which saves memory
     cpu_offload: bool = False  # keep weights, gradients and optimizer state in host memory
-    # Gather weights and reduce gradients once per optimizer step, not once per micro-batch; auto: where whole weights
+    # Gather weights and reduce gradients once per optimizer step, not once per micro-batch; auto: if whole weights
     # and gradients take at most a quarter of each device's memory.
     keep_unsharded: bool | Literal["auto"] = "auto"
-    compile: bool = False  # each decoder layer, by torch.compile
+    # Compile decoder layers by torch.compile; auto: on CUDA, without tensor parallelism, for models of type llama,
+    # qwen2 and qwen3.
+    compile: bool | Literal["auto"] = "auto"
     tensor_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer; divides the heads
 
     @property
@@ -74,9 +78,7 @@ class TrainedDTensorConfig(DTensorConfig):
     def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
         super().check_model(model, key=key)
         if self.lora_cfg.enabled:
-            from nemo_rl.policy.fsdp2.lora import check_modules  # loads torch
-
-            check_modules(self.lora_cfg, model)
+            CHECK_ADAPTED_MODULES(self.lora_cfg, model)
 
 
 def check_tensor_parallel(size: int, model: "PreTrainedConfig", *, key: str = "policy.dtensor_cfg") -> None:
@@ -92,7 +94,7 @@ def check_tensor_parallel(size: int, model: "PreTrainedConfig", *, key: str = "p
 
 def check_divides_widths(size: int, model: "PreTrainedConfig", *, key: str) -> None:
     """Raise ConfigError for a number of tensor-parallel ranks that does not divide the model's heads and MLP."""
-    widths = {name: getattr(model, name) for name in _DIVIDED}
+    widths = {name: getattr(model, name) for name in DIVIDED_WIDTHS}
     allowed = [n for n in range(1, min(widths.values()) + 1) if all(width % n == 0 for width in widths.values())]
     if size not in allowed:
         shown = ", ".join(f"{name} {width}" for name, width in widths.items())
@@ -100,12 +102,12 @@ def check_divides_widths(size: int, model: "PreTrainedConfig", *, key: str) -> N
 
 
 def check_compile(key: str, section: DTensorConfig, model: ParallelModelConfig) -> None:
-    """Raise ConfigError for compiled layers that tensor-parallel ranks share, where this section is the model's."""
-    if section.compile and section.tensor_parallel_size > 1 and model.parallelism is section:
+    """Raise ConfigError for compiled layers that tensor-parallel ranks share, if this section is the model's."""
+    if section.compile is True and section.tensor_parallel_size > 1 and model.parallelism is section:
         problem = (
             f"{key}.tensor_parallel_size is {section.tensor_parallel_size}: torch 2.13 compiles such layers for a "
         )
-        raise ConfigError(f"{key}.compile", True, f"{problem}single length only; allowed: false")
+        raise ConfigError(f"{key}.compile", True, f"{problem}single length only; allowed: false, auto")
 
 
 def check_training(key: str, section: TrainedDTensorConfig, policy: PolicyConfig) -> None:

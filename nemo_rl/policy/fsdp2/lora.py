@@ -24,11 +24,11 @@ from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.policy.fsdp2.backend import LORA_KEY, LoraAdapterConfig
 from nemo_rl.policy.fsdp2.sharding import BASE_LAYER, gather_full_tensor, own_part
 
-DIRECTORY = "adapter"  # of a checkpoint
+DIRECTORY = "adapter"  # subdirectory of a checkpoint
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
-_PREFIX = "base_model.model."  # of names in peft's files
+_PREFIX = "base_model.model."  # begins the names in peft's files
 
 
 class Adapters:
@@ -118,7 +118,7 @@ class Adapters:
 
 
 class AdaptersDisabled(nn.Module):
-    """A module over a model with adapters, called as if there were none."""
+    """A module over a model whose adapters are disabled in each call."""
 
     def __init__(self, module: nn.Module, adapters: Adapters) -> None:
         super().__init__()

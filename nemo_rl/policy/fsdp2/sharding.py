@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism around a model: which rank holds which shard, its reading, and when a layer is whole."""
+"""FSDP2 and tensor parallelism around a model: placement and loading of shards, and when a layer is whole."""
 
 import math
 import os
@@ -24,24 +24,24 @@ from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.policy.fsdp2.backend import DTensorConfig
+from nemo_rl.policy.fsdp2.backend import COMPILED_MODEL_TYPES, KEPT_SHARE, DTensorConfig, TrainedDTensorConfig
 from nemo_rl.policy.hf_model import ModelTensors, decoder_layers, open_tensors
+from nemo_rl.policy.log_softmax import has_kernels
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
 from nemo_rl.policy.ranks import RankLayout, device_mesh, join
 from nemo_rl.policy.truncation import VocabularyShard
 
-BASE_LAYER = ".base_layer."  # in the names of peft's layers (lora.py)
-_MEMORY_SHARE = 0.25  # of a device for whole weights and gradients, where `keep_unsharded` is auto
-_HEADS_DIM = 2  # of [B, T, heads, width of a head], which the norms of Qwen3's queries and keys see
+BASE_LAYER = ".base_layer."  # part of the names of peft's layers (lora.py)
+_HEADS_DIM = 2  # dimension of heads in [B, T, heads, head width], the input of Qwen3's norms of queries and keys
 
 
 def needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> bool:
-    """Return whether FSDP2 is of use: a single float32 rank on a CPU has nothing to shard, move or cast."""
+    """Return whether FSDP2 is useful: a single float32 rank on a CPU has nothing to shard, move or cast."""
     return layout.init_method is not None or device.type == "cuda" or config.precision == "bfloat16"
 
 
 def frozen_needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device) -> bool:
-    """Return whether FSDP2 is of use for a frozen model: on a single rank only if its weights are offloaded."""
+    """Return whether FSDP2 is useful for a frozen model: on a single rank only if its weights are offloaded."""
     return layout.world_size > 1 or (device.type == "cuda" and config.section_of(DTensorConfig).cpu_offload)
 
 
@@ -77,8 +77,8 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
 def split_vocabulary(module: CausalLogprobs, mesh: DeviceMesh) -> None:
     """Replace embedding and output layer by this rank's part of the vocabulary; `mesh` has the dimension "tp".
 
-    Both stay whole where the ranks do not divide the vocabulary evenly, which FSDP2 needs, and where the model computes
-    its logits in a way of its own.
+    Both stay whole if the ranks do not divide the vocabulary evenly, which FSDP2 needs, or if the model computes its
+    logits in a way of its own.
     """
     ranks, model = mesh["tp"], module.model
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -95,11 +95,23 @@ def split_vocabulary(module: CausalLogprobs, mesh: DeviceMesh) -> None:
     module.vocabulary = VocabularyShard(ranks.get_group(), ranks.get_local_rank() * (num_tokens // ranks.size()))
 
 
+def should_compile(model: PreTrainedModel, section: DTensorConfig, device: torch.device) -> bool:
+    """Return whether decoder layers are compiled; by default only where Triton works, which compiles for CUDA.
+
+    Adapters are left alone by default: a layer is compiled again when they are switched off for the reference.
+    """
+    if section.compile != "auto":
+        return section.compile
+    is_adapted = isinstance(section, TrainedDTensorConfig) and section.lora_cfg.enabled
+    is_known = model.config.model_type in COMPILED_MODEL_TYPES and section.tensor_parallel_size == 1 and not is_adapted
+    return device.type == "cuda" and is_known and has_kernels(device)
+
+
 def compile_layers(model: nn.Module) -> None:
     """Compile each decoder layer by itself at its first use (`compile`); equal layers share their kernels.
 
-    Attention over packed sequences is left to its own kernel. The second length of a micro-batch makes torch compile
-    once more, for every length.
+    Attention over packed sequences keeps its own kernel. At the second length of a micro-batch torch compiles once
+    more, for every length.
     """
     for layer in decoder_layers(model):
         layer.forward = torch.compile(layer.forward)  # within FSDP2's hooks, which torch cannot compile
@@ -150,7 +162,7 @@ def should_keep_unsharded(
         return False
     if section.keep_unsharded != "auto" or section.cpu_offload:
         return section.keep_unsharded is True
-    budget = _MEMORY_SHARE * _device_memory(device, layout.world_size)
+    budget = KEPT_SHARE * _device_memory(device, layout.world_size)
     return min(layout.all_gather_object(budget)) >= unsharded_bytes(module, config.precision)
 
 
@@ -164,7 +176,7 @@ def unsharded_bytes(module: nn.Module, precision: str) -> int:
 
 
 def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a shard; all ranks call it together. There is no copy where one rank holds it all."""
+    """Return the full tensor of a shard; all ranks call it together. A whole tensor is not copied."""
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device_mesh.size() == 1:
@@ -179,7 +191,7 @@ def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_part(tensor: torch.Tensor) -> tuple[tuple[slice, ...], torch.Tensor]:
-    """Return where this rank's shard is in the whole tensor, and its memory."""
+    """Return the index of this rank's shard in the whole tensor, and its memory."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape), tensor.detach()
     local, chunks = tensor.to_local().detach(), tensor.__create_chunk_list__()
@@ -263,7 +275,7 @@ def materialize(module: nn.Module, model: PreTrainedModel, device: torch.device)
     `module` contains `model`; its parameters may be shards.
     """
     module.to_empty(device=device)
-    model.tie_weights()  # moved one by one, tied parameters are no longer the same where they are not sharded
+    model.tie_weights()  # moving one by one unties parameters that are not sharded
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True  # transformers then computes only what no file holds
     model.initialize_weights()

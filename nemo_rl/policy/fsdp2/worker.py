@@ -1,8 +1,8 @@
 """The policy and teacher workers on FSDP2 and DTensor.
 
 Policy weights are float32 and computation is in `precision`; teacher weights are in `precision`. FSDP2 wraps the model
-where it is of use: on several ranks, on CUDA, and for the casts of bfloat16. A single float32 rank on a CPU runs the
-bare model. Dropout is always off, so that the same weights always give the same log-probs. Weights are read from a
+if useful: on several ranks, on CUDA, and for the casts of bfloat16. A single float32 rank on a CPU runs the bare
+model. Dropout is always off, so that the same weights always give the same log-probs. Weights are read from a
 model's files a shard at a time, and leave under the files' names, gathered and with adapters merged.
 """
 
@@ -24,8 +24,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_size
 from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_residual
-from nemo_rl.interfaces import LossFn, Metric, Normalizer, OffloadPart, RequiredScores, TokenScores
-from nemo_rl.policy import hf_model, training
+from nemo_rl.interfaces import LossFn, OffloadPart
+from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
+from nemo_rl.policy import hf_model, optimizers, step_report
 from nemo_rl.policy.fsdp2 import sharding
 from nemo_rl.policy.fsdp2.backend import DTensorConfig, TrainedDTensorConfig, check_tensor_parallel
 from nemo_rl.policy.fsdp2.lora import DIRECTORY as ADAPTER_DIRECTORY
@@ -34,7 +35,7 @@ from nemo_rl.policy.logprobs import CPU, CausalLogprobs
 from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batches, training_micro_batching
 from nemo_rl.policy.offload import optimizer_tensors
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
-from nemo_rl.policy.saving import copy_weights_to_cpu, load_optimizer
+from nemo_rl.policy.saving import load_optimizer
 from nemo_rl.policy.tree_logprobs import SharedPrefixLogprobs
 from nemo_rl.policy.worker import ConfigT, PolicyWorker, ScoringWorker, TeacherWorker
 from nemo_rl.types import TrainingBatch
@@ -91,8 +92,8 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
             self._reference = AdaptersDisabled(self.module, self._adapters)
         elif needs_reference:
             self._reference, _ = self._load_module(model_path, temperature, is_frozen=True)
-        self._optimizer = training.make_optimizer(config, [p for p in self.module.parameters() if p.requires_grad])
-        self._scheduler = training.make_scheduler(config, self._optimizer)
+        self._optimizer = optimizers.make_optimizer(config, [p for p in self.module.parameters() if p.requires_grad])
+        self._scheduler = optimizers.make_scheduler(config, self._optimizer)
         self._trainer = FSDP2Trainer(
             module=self.module,
             device=self.device,
@@ -108,8 +109,8 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
     ) -> tuple[CausalLogprobs, Adapters | None]:
         """Return the model with this rank's shards of its weights, each read from the files alone.
 
-        With a `seed`, adapters are trained and the model's own weights are frozen. What is frozen is in the precision
-        of its computation; buffers, e.g. rotary frequencies, stay float32.
+        With a `seed`, adapters are trained and the model's own weights are frozen. Frozen weights are in the
+        precision of the computation; buffers, e.g. rotary frequencies, stay float32.
         """
         config, section = self.config, self.config.section_of(TrainedDTensorConfig)
         model = hf_model.empty_model(model_path, config.hf_config_overrides)
@@ -121,7 +122,7 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
         module.truncation = self.truncation
         if is_frozen:
             module.requires_grad_(False)
-        if section.compile:
+        if sharding.should_compile(model, section, self.device):
             sharding.compile_layers(model)
         if section.activation_checkpointing and not is_frozen:
             hf_model.recompute_activations(hf_model.decoder_layers(model))
@@ -140,7 +141,7 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
 
     def _start_weights_save(self, path: Path) -> None:
         if self._adapters is not None:
-            copies = copy_weights_to_cpu(self._adapters.tensors(), is_rank0=self._is_rank0)
+            copies = self._saving.copy_weights(self._adapters.tensors(), is_rank0=self._is_rank0)
             if self._is_rank0:
                 self._saving.begin_files(self._adapters.save, copies, path / ADAPTER_DIRECTORY)
             if not self.config.section_of(TrainedDTensorConfig).lora_cfg.save_merged:
@@ -183,7 +184,7 @@ class FSDP2TeacherWorker(FSDP2ScoringWorker[TeacherConfig], TeacherWorker):
         self.module = module.requires_grad_(False)
         if config.precision == "bfloat16":
             sharding.cast_frozen(module)
-        if config.section_of(DTensorConfig).compile:
+        if sharding.should_compile(self._model, config.section_of(DTensorConfig), self.device):
             sharding.compile_layers(self._model)
         is_sharded = sharding.frozen_needs_sharding(config, layout, self.device)
         sharding.place_on_device(module, tensors, config, layout, self.device, is_sharded=is_sharded)
@@ -201,7 +202,7 @@ def make_module(
     temperature: float,
     device: torch.device,
 ) -> CausalLogprobs:
-    """Return the model as a scorer of padded or packed sequences; raises ConfigError where packing would change it."""
+    """Return the model as a scorer of padded or packed sequences; raises ConfigError if packing would change it."""
     packing, key = config.sequence_packing, f"{section}.sequence_packing"
     options: dict[str, Any] = {
         "temperature": temperature,
@@ -219,7 +220,7 @@ def make_module(
 
 
 def _keep_float32_residual(module: CausalLogprobs) -> None:
-    """Keep the residual stream in float32, as engines on a CPU do, where the model can."""
+    """Keep the residual stream in float32, as engines on a CPU do, if the model can."""
     small: Any = hf_model.small_model(module.model, CPU)
     if can_keep_float32_residual(small.to(torch.bfloat16)):
         keep_float32_residual(module.model)
@@ -307,29 +308,29 @@ class FSDP2Trainer:
     layout: RankLayout = SINGLE_RANK
     keeps_unsharded: bool = False
 
-    def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> training.OptimizerStep:
+    def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> step_report.OptimizerStep:
         """Take one optimizer step on these rows and return its report, which is the same on every rank.
 
         A step without valid tokens, or with a loss or gradient that is not finite, is skipped.
         """
         normalizer = count_valid(batch, rows)
         if normalizer.num_valid_tokens == 0:
-            return training.skip_without_tokens(normalizer, len(rows))
+            return step_report.skip_without_tokens(normalizer, len(rows))
         metrics, reductions = self._accumulate_gradients(batch, rows, normalizer, loss_fn)
         grad_norm = clip_grad_norm(self.module.parameters(), self.max_grad_norm, self.layout)
         values = {name: float(value) for name, value in metrics.items()}
-        values, reductions = training.reduce_over_ranks(self.layout.all_gather_data_parallel((values, reductions)))
-        skip_cause = training.find_skip_cause(values["loss"], grad_norm)
+        values, reductions = step_report.reduce_over_ranks(self.layout.all_gather_data_parallel((values, reductions)))
+        skip_cause = step_report.find_skip_cause(values["loss"], grad_norm)
         if skip_cause is None:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return training.OptimizerStep(values, reductions, normalizer, grad_norm, skip_cause)
+        return step_report.OptimizerStep(values, reductions, normalizer, grad_norm, skip_cause)
 
     def _accumulate_gradients(
         self, batch: TrainingBatch, rows: torch.Tensor, normalizer: Normalizer, loss_fn: LossFn
-    ) -> tuple[dict[str, torch.Tensor], dict[str, training.Reduction]]:
+    ) -> tuple[dict[str, torch.Tensor], dict[str, step_report.Reduction]]:
         metrics: dict[str, torch.Tensor] = {}
-        reductions: dict[str, training.Reduction] = {}
+        reductions: dict[str, step_report.Reduction] = {}
         parts = list(micro_batches(batch, rows, self.batching, self.layout))
         with sharding.kept_unsharded(self.module, is_enabled=self.keeps_unsharded):
             for index, (own_rows, part) in enumerate(parts):
@@ -345,18 +346,18 @@ class FSDP2Trainer:
                 candidate_ids = None if wanted.candidates is None else part[wanted.candidates]
                 scores = self.module(*inputs, wanted, candidate_ids, lengths)
                 for name, metric in self._backward(scores, part, normalizer, loss_fn).items():
-                    metrics[name] = training.accumulate_metric(metric, metrics.get(name))
+                    metrics[name] = step_report.accumulate_metric(metric, metrics.get(name))
                     reductions[name] = metric.reduction
         return metrics, reductions
 
     def _backward(
         self, scores: TokenScores, part: TrainingBatch, normalizer: Normalizer, loss_fn: LossFn
     ) -> dict[str, Metric]:
-        """Add this rank's part of the gradient. FSDP2 averages over ranks where the sum is needed, hence the factor."""
+        """Add this rank's part of the gradient. The factor undoes FSDP2's average over ranks: the sum is needed."""
         loss, metrics = loss_fn(scores, part, normalizer)
         num_ranks = self.layout.data_parallel_size
         if num_ranks > 1 or self.keeps_unsharded:
-            (loss * num_ranks + scores.logprobs.sum() * 0).backward()  # also where this rank's loss reads no log-prob
+            (loss * num_ranks + scores.logprobs.sum() * 0).backward()  # also if this rank's loss reads no log-prob
         elif loss.requires_grad:
             loss.backward()
         return {**metrics, "loss": Metric(loss)}

@@ -1,26 +1,18 @@
-"""The entries of the Megatron backend: sections, checks, factories, and its optimizer options in torch's names.
-
-Imports neither torch nor Megatron; the factories import Megatron before CUDA is used.
-"""
+"""The entries of the Megatron backend: their sections and checks. Imports neither torch nor Megatron."""
 
 import importlib.util
-import math
-import os
-import warnings
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from nemo_rl.config.kinds import Entry, Section, factory_at
-from nemo_rl.config.policy import BackendConfig, OptimizerConfig, PolicyConfig, SchedulerStageConfig, TeacherConfig
+from nemo_rl.config.policy import BackendConfig, PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.fsdp2.backend import check_divides_widths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from nemo_rl.policy.megatron.worker import MegatronPolicyWorker, MegatronTeacherWorker
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 SUPPORTED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
@@ -32,12 +24,12 @@ class MegatronOptimizerConfig(Section):
 
     optimizer: Literal["adam", "sgd"] = "adam"  # adam: with decoupled weight decay, as AdamW
     lr: float = Field(default=5e-6, gt=0)  # the learning rate, after the warm-up
-    min_lr: float = Field(default=0.0, ge=0)  # at the end of a schedule
+    min_lr: float = Field(default=0.0, ge=0)  # learning rate at the end of a schedule
     weight_decay: float = Field(default=0.01, ge=0)  # times the learning rate, of each step
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)  # decay of the gradient's running mean
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)  # decay of the running mean of its square
     adam_eps: float = Field(default=1e-8, gt=0)  # added to the denominator
-    sgd_momentum: float = Field(default=0.9, ge=0)  # of optimizer: sgd
+    sgd_momentum: float = Field(default=0.9, ge=0)  # momentum of optimizer: sgd
     use_distributed_optimizer: bool = False  # as in distributed_data_parallel_config; either sets it
 
 
@@ -55,9 +47,19 @@ class MegatronDDPConfig(Section):
     """Options of the reduction of gradients over data-parallel ranks."""
 
     grad_reduce_in_fp32: bool = True  # sum gradients over ranks in float32; false: in the precision
-    overlap_grad_reduce: bool = False  # with the backward pass
-    # Each data-parallel rank steps a part of the weights and holds that part of float32 weights and optimizer state.
-    use_distributed_optimizer: bool = False
+    # overlap the reduction with the backward pass; auto: on several data-parallel ranks of GPUs
+    overlap_grad_reduce: bool | Literal["auto"] = "auto"
+    # Each data-parallel rank steps a part of the weights and holds that part of float32 weights and optimizer state;
+    # auto: on several data-parallel ranks of GPUs.
+    use_distributed_optimizer: bool | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReduction:
+    """How data-parallel ranks reduce gradients and step."""
+
+    is_overlapped: bool
+    divides_optimizer: bool
 
 
 class MegatronConfig(BackendConfig):
@@ -73,7 +75,7 @@ class MegatronConfig(BackendConfig):
     pipeline_model_parallel_size: int = Field(default=1, gt=0)  # stages, each with some of the layers
     num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
     num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
-    pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # of hidden states between stages; None: the precision
+    pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # dtype between stages; None: the precision
 
     @property
     def title(self) -> str:
@@ -99,15 +101,18 @@ class TrainedMegatronConfig(MegatronConfig):
     scheduler: MegatronSchedulerConfig | None = None  # None: policy.scheduler
     distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig.with_defaults()
 
-    @property
-    def uses_distributed_optimizer(self) -> bool:
-        """Return whether the data-parallel ranks divide weights and optimizer state among them."""
+    def reduction_on(self, device_type: str, data_parallel_size: int) -> GradientReduction:
+        """Return how the ranks of a layout reduce gradients."""
+        ddp = self.distributed_data_parallel_config
+        by_default = device_type == "cuda" and data_parallel_size > 1
         is_set_by_optimizer = self.optimizer is not None and self.optimizer.use_distributed_optimizer
-        return is_set_by_optimizer or self.distributed_data_parallel_config.use_distributed_optimizer
+        divides = by_default if ddp.use_distributed_optimizer == "auto" else ddp.use_distributed_optimizer
+        overlaps = by_default if ddp.overlap_grad_reduce == "auto" else ddp.overlap_grad_reduce
+        return GradientReduction(is_overlapped=overlaps, divides_optimizer=divides or is_set_by_optimizer)
 
 
 def check_training(key: str, section: TrainedMegatronConfig, policy: PolicyConfig) -> None:
-    """Raise ConfigError for an optimizer or schedule that Megatron's ranks cannot use, where they train the policy."""
+    """Raise ConfigError for an optimizer or schedule that Megatron's ranks cannot use, if they train the policy."""
     if policy.parallelism is not section:
         return
     if section.optimizer is None and policy.optimizer.name not in SUPPORTED_OPTIMIZERS:
@@ -173,7 +178,7 @@ def _check_tensor_parallel(size: int, model: "PreTrainedConfig", key: str) -> No
 
 
 def _check_stages(section: MegatronConfig, num_layers: int, key: str) -> None:
-    """Require the same number of layers in each stage, except in the first and last where one is configured."""
+    """Require the same number of layers in each stage, except in the first and last if configured."""
     size, size_key = section.pipeline_model_parallel_size, f"{key}.pipeline_model_parallel_size"
     ends = {
         "num_layers_in_first_pipeline_stage": section.num_layers_in_first_pipeline_stage,
@@ -197,91 +202,9 @@ def _check_stages(section: MegatronConfig, num_layers: int, key: str) -> None:
         )
 
 
-def to_torch_config(config: PolicyConfig) -> PolicyConfig:
-    """Return the policy's section with Megatron's own optimizer and schedule, if set, in torch's names."""
-    section = config.section_of(TrainedMegatronConfig)
-    if section.optimizer is None and section.scheduler is None:
-        return config
-    changes: dict[str, Any] = {}
-    if section.optimizer is not None:
-        changes["optimizer"] = _torch_optimizer(section.optimizer)
-        changes["scheduler"] = None
-    if section.scheduler is not None:
-        factor = learning_rate_factor(section, float(changes.get("optimizer", config.optimizer).kwargs["lr"]))
-        changes["scheduler"] = SchedulerStageConfig(
-            name="torch.optim.lr_scheduler.LambdaLR", kwargs={"lr_lambda": factor}
-        )
-    return config.model_copy(update=changes)
-
-
-def learning_rate_factor(section: TrainedMegatronConfig, lr: float) -> Callable[[int], float]:
-    """Return the factor of the learning rate in each training step, counted from 0.
-
-    Warm-up: from `lr_warmup_init` to `lr` over `lr_warmup_iters` steps. Then, up to `lr_decay_iters`, from `lr` to
-    `min_lr` linearly or along half a cosine, or constant.
-    """
-    schedule = section.scheduler
-    assert schedule is not None
-    lowest = section.optimizer.min_lr if section.optimizer is not None else 0.0
-    warmup, end = schedule.lr_warmup_iters, schedule.lr_decay_iters
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (schedule.lr_warmup_init + (lr - schedule.lr_warmup_init) * step / warmup) / lr
-        if schedule.lr_decay_style == "constant" or end is None:
-            return 1.0
-        done = min(1.0, (step - warmup) / max(end - warmup, 1))
-        left = 1 - done if schedule.lr_decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return (lowest + (lr - lowest) * left) / lr
-
-    return factor
-
-
-def _torch_optimizer(section: MegatronOptimizerConfig) -> OptimizerConfig:
-    if section.optimizer == "sgd":
-        kwargs = {"lr": section.lr, "momentum": section.sgd_momentum, "weight_decay": section.weight_decay}
-        return OptimizerConfig(name="torch.optim.SGD", kwargs=kwargs)
-    kwargs = {
-        "lr": section.lr,
-        "betas": [section.adam_beta1, section.adam_beta2],
-        "eps": section.adam_eps,
-        "weight_decay": section.weight_decay,
-    }
-    return OptimizerConfig(name="torch.optim.AdamW", kwargs=kwargs)
-
-
-def make_policy_worker(
-    options: TrainedMegatronConfig, /, config: PolicyConfig, **arguments: Any
-) -> "MegatronPolicyWorker":
-    """Return a policy worker; the factory of the entry `MEGATRON`."""
-    import_megatron()
-    from nemo_rl.policy.megatron.worker import MegatronPolicyWorker
-
-    return MegatronPolicyWorker(config, **arguments)
-
-
-def make_teacher_worker(options: MegatronConfig, /, config: TeacherConfig, **arguments: Any) -> "MegatronTeacherWorker":
-    """Return a teacher worker; the factory of the entry `MEGATRON_TEACHER`."""
-    import_megatron()
-    from nemo_rl.policy.megatron.worker import MegatronTeacherWorker
-
-    return MegatronTeacherWorker(config, **arguments)
-
-
-def import_megatron() -> None:
-    """Import the workers, which takes seconds, without Megatron's warnings of optional kernels that are missing.
-
-    With a single hardware queue on CUDA, communication starts before the computation that it overlaps with.
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import nemo_rl.policy.megatron.worker  # noqa: F401
-
-
 MEGATRON: Entry[Any] = Entry(
-    TrainedMegatronConfig, make=factory_at("nemo_rl.policy.megatron.backend:make_policy_worker"), check=check_training
+    TrainedMegatronConfig, make=factory_at("nemo_rl.policy.megatron.start:make_policy_worker"), check=check_training
 )
 MEGATRON_TEACHER: Entry[Any] = Entry(
-    MegatronConfig, make=factory_at("nemo_rl.policy.megatron.backend:make_teacher_worker")
+    MegatronConfig, make=factory_at("nemo_rl.policy.megatron.start:make_teacher_worker")
 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-Index = tuple[slice, ...]  # of a part of a tensor, by its first dimensions
+Index = tuple[slice, ...]  # part of a tensor, by its first dimensions
 Shape = Sequence[int]
 
 
@@ -27,7 +27,7 @@ class Weight(ABC):
     name: str  # Megatron's, with the layer's number among all layers
     sources: tuple[str, ...]  # Hugging Face's names
 
-    is_split: bool = True  # over tensor parallel ranks
+    is_split: bool = True  # tensor-parallel ranks hold shards
 
     @abstractmethod
     def indices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[Index]:
@@ -74,7 +74,7 @@ class Columns(Weight):
 
 
 @dataclass(frozen=True)
-class Vocabulary(Weight):
+class VocabularyRows(Weight):
     """A matrix that is split along the vocabulary, padded with zeros to the same number of rows on each rank."""
 
     num_tokens: int = 0
@@ -141,12 +141,12 @@ def _share(length: int, rank: int, size: int) -> slice:
 def iter_model_weights(config: PreTrainedConfig) -> Iterator[Weight]:
     """Yield all weights of a model in the order of its files; tied ones once, under the name of the embedding."""
     tokens = config.vocab_size
-    yield Vocabulary("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), num_tokens=tokens)
+    yield VocabularyRows("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), num_tokens=tokens)
     for index in range(config.num_hidden_layers):
         yield from _layer(config, f"decoder.layers.{index}.", f"model.layers.{index}.")
     yield Replicated("decoder.final_layernorm.weight", ("model.norm.weight",), is_split=False)
     if not config.tie_word_embeddings:
-        yield Vocabulary("output_layer.weight", ("lm_head.weight",), num_tokens=tokens)
+        yield VocabularyRows("output_layer.weight", ("lm_head.weight",), num_tokens=tokens)
 
 
 def _layer(config: PreTrainedConfig, to: str, of: str) -> Iterator[Weight]:

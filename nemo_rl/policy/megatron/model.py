@@ -4,7 +4,6 @@ B samples, T tokens, N needed positions, H hidden size.
 """
 
 from collections.abc import Sequence
-from copy import copy
 from typing import Any, cast
 
 import torch
@@ -12,15 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel.layers import RowParallelLinear
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from transformers import PreTrainedConfig
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
-from nemo_rl.interfaces import RequiredScores, TokenScores
+from nemo_rl.loss_types import RequiredScores, TokenScores
 from nemo_rl.policy.attention import PackedSequences, has_varlen_kernel, varlen_attention
 from nemo_rl.policy.logprobs import (
     LOGPROBS_ONLY,
@@ -31,24 +27,15 @@ from nemo_rl.policy.logprobs import (
 )
 from nemo_rl.policy.megatron import mapping, parallel
 from nemo_rl.policy.megatron.backend import MegatronConfig
-from nemo_rl.policy.megatron.mapping import has_head_norms, has_output_bias, vocab_rows_per_rank
+from nemo_rl.policy.megatron.kernels import Kernels, layer_spec
+from nemo_rl.policy.megatron.mapping import vocab_rows_per_rank
 from nemo_rl.policy.truncation import WHOLE, VocabularyShard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-# Fused kernels of Megatron and Apex are off: they affect speed only and need packages that may not be installed.
-FUSIONS: dict[str, Any] = {
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "apply_rope_fusion": False,
-}
-
-
 def transformer_config(
-    model: PreTrainedConfig, config: PolicyConfig | TeacherConfig, device: torch.device
+    model: PreTrainedConfig, config: PolicyConfig | TeacherConfig, device: torch.device, kernels: Kernels
 ) -> TransformerConfig:
     """Return the configuration of Megatron's layers and schedules.
 
@@ -88,8 +75,7 @@ def transformer_config(
         cuda_graph_scope=[],  # none; the default warns
         use_cpu_initialization=is_cpu,
         perform_initialization=False,
-        **FUSIONS,
-        persist_layer_norm=False,
+        **cast(dict[str, Any], kernels.fusions),
         calculate_per_token_loss=True,
         finalize_model_grads_func=_sum_gradients,
     )
@@ -148,6 +134,7 @@ class Stage(GPTModel):
         temperature: the logits are divided by it.
         chunk_size: positions whose logits exist at once; None: all of them.
         is_packed: the sequences of a call are concatenated into one row.
+        kernels: of the layers.
     """
 
     def __init__(
@@ -159,10 +146,11 @@ class Stage(GPTModel):
         temperature: float,
         chunk_size: int | None,
         is_packed: bool,
+        kernels: Kernels,
     ) -> None:
         super().__init__(
             settings,
-            _layer_spec(model),
+            layer_spec(model, kernels, core_attention=CausalAttention),
             vocab_size=vocab_rows_per_rank(model.vocab_size, settings.tensor_model_parallel_size)
             * settings.tensor_model_parallel_size,
             max_sequence_length=model.max_position_embeddings,
@@ -173,7 +161,7 @@ class Stage(GPTModel):
         )
         self.num_tokens = model.vocab_size
         self.temperature = temperature
-        self.truncation = WHOLE  # of the distribution that the scores are of
+        self.truncation = WHOLE  # the scored distribution's
         self.chunk_size = chunk_size
         self.is_packed = is_packed
         self.register_buffer("inverse_frequencies", inverse_frequencies.float(), persistent=False)
@@ -200,12 +188,7 @@ class Stage(GPTModel):
             return hidden
         needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
-        score_query = ScoreQuery(
-            token_ids.flatten()[at],
-            None if candidate_ids is None else candidate_ids.flatten(0, 1).index_select(0, at),
-            entropy=wanted.entropy,
-            topk=wanted.topk,
-        )
+        score_query = ScoreQuery.at(at, token_ids, wanted, candidate_ids)
         if pack is not None:
             at = pack.packed_positions(needed)
         flat = hidden.transpose(0, 1).flatten(0, 1)
@@ -241,21 +224,3 @@ class Stage(GPTModel):
             logits = logits[:, : self.num_tokens - first]
         shard = VocabularyShard(parallel.tensor_group(), first)
         return score_logits(self.truncation(logits, score_query.targets, shard), score_query, shard)
-
-
-class _RowParallelLinearWithBias(RowParallelLinear):
-    """The output projection of attention with a bias of its own, which Megatron gives to all matrices or to none."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "bias": True})
-
-
-def _layer_spec(model: PreTrainedConfig) -> ModuleSpec:
-    """Return the specification of a layer: Megatron's modules, with attention by torch's kernels."""
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=has_head_norms(model))
-    attention: Any = copy(cast(Any, spec.submodules).self_attention.submodules)
-    attention.core_attention = CausalAttention
-    if has_output_bias(model):
-        attention.linear_proj = _RowParallelLinearWithBias
-    cast(Any, spec.submodules).self_attention.submodules = attention
-    return spec

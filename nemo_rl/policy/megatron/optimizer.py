@@ -12,10 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nemo_rl.policy.hf_model import LoadedTensors
+from nemo_rl.policy.host_copies import HostCopies
 from nemo_rl.policy.megatron import parallel
 from nemo_rl.policy.megatron.weights import StageWeights
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.saving import load_state
+
+_PREFIX = "model."  # begins the names of parameters in `CausalLogprobs`
 
 
 class MainWeights:
@@ -33,7 +36,7 @@ class MainWeights:
         ]
         self._is_counted = [counts_in_norm(p) for p in self._model_parameters]
         self._distributed: Any = None  # megatron.core's DistributedDataParallel, once divided
-        self._ranges: dict[int, slice] = {}  # by the id of a parameter
+        self._ranges: dict[int, slice] = {}  # keyed by id(parameter)
         self._index_main()
 
     def divide(self, distributed: Any) -> None:
@@ -142,9 +145,6 @@ class MainWeights:
         self._main_by_id = {id(p): main for p, main in zip(self._model_parameters, self._main, strict=True)}
 
 
-_PREFIX = "model."  # of parameter names in `CausalLogprobs`
-
-
 class OptimizerState:
     """The optimizer's state for the weights of a stage."""
 
@@ -154,18 +154,19 @@ class OptimizerState:
         self._weights = weights
         self._layout = layout
 
-    def whole(self) -> dict[str, Any]:
-        """Return the whole state of a stage's weights on the CPU of one of its ranks; the others help to gather it."""
+    def whole(self, memory: HostCopies) -> dict[str, Any]:
+        """Return the whole state of a stage's weights in `memory` of one of its ranks; the others help to gather it."""
         self._initialize_state()
         is_writer = parallel.tensor_rank() == 0 and self._layout.data_parallel_rank == 0
         state: dict[str, dict[str, torch.Tensor]] = {}
         for kind in self._tensor_state_names():
             for name, tensor in self._weights.own(partial(self._whole_state, kind)):
                 if is_writer:
-                    state.setdefault(_PREFIX + name, {})[kind] = tensor.to("cpu", copy=True)
+                    state.setdefault(_PREFIX + name, {})[kind] = memory.copy(tensor)
         for name, parameter in self._weights.held_parameters_by_source():
             if is_writer:
                 state.setdefault(_PREFIX + name, {}).update(self._scalar_state(parameter))
+        memory.wait()
         group = {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
         return {"state": state, "param_groups": [{**group, "params": [_PREFIX + n for n in self._weights.names]}]}
 

@@ -25,7 +25,7 @@ def redirect_cuda_to_cpu() -> None:
 
 
 class _CudaToCpuMode(TorchFunctionMode):
-    """A mode that creates tensors on the CPU where "cuda" is requested."""
+    """A mode that creates tensors on the CPU when "cuda" is requested."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("device") == "cuda":

@@ -36,7 +36,7 @@ class StageWeights:
         self._stage_of = _stages(self._weights, set(parameters))
         self._held = {w.name: parameters[w.name] for w in self._weights if w.name in parameters}
         embedding = self._weights[0]
-        self._copy: tuple[Weight, nn.Parameter] | None = None  # of the tied embedding, in the last stage
+        self._copy: tuple[Weight, nn.Parameter] | None = None  # the tied embedding, in the last stage
         if model.tie_word_embeddings and "output_layer.weight" in parameters:
             self._copy = (replace(embedding, name="output_layer.weight"), parameters["output_layer.weight"])
 

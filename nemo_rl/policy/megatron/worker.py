@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_size
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.interfaces import LossFn, Metric, Normalizer, OffloadPart, RequiredScores, TokenScores, TopK
-from nemo_rl.policy import training
+from nemo_rl.interfaces import LossFn, OffloadPart
+from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores, TopK
+from nemo_rl.policy import optimizers, step_report
 from nemo_rl.policy.hf_model import (
     ModelTensors,
     empty_model,
@@ -26,9 +27,11 @@ from nemo_rl.policy.hf_model import (
     open_tensors,
     recompute_activations,
 )
-from nemo_rl.policy.megatron.backend import MegatronConfig, TrainedMegatronConfig, to_torch_config
+from nemo_rl.policy.megatron.backend import MegatronConfig, TrainedMegatronConfig
+from nemo_rl.policy.megatron.kernels import choose_kernels
 from nemo_rl.policy.megatron.model import DTYPES, Stage, transformer_config
 from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
+from nemo_rl.policy.megatron.optimizer_keys import to_torch_config
 from nemo_rl.policy.megatron.parallel import make_groups, megatron_device_context
 from nemo_rl.policy.megatron.weights import StageWeights
 from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batches, training_micro_batching
@@ -47,7 +50,8 @@ def make_stage(
 
     `model` may be on the meta device.
     """
-    settings = transformer_config(model.config, config, device)
+    kernels = choose_kernels(device.type)
+    settings = transformer_config(model.config, config, device, kernels)
     stage = Stage(
         settings,
         model.config,
@@ -55,6 +59,7 @@ def make_stage(
         temperature=temperature,
         chunk_size=resolve_chunk_size(config.logprob_chunk_size, model.config.get_text_config().vocab_size),
         is_packed=config.sequence_packing.enabled,
+        kernels=kernels,
     )
     for parameter in stage.parameters():  # torch's norms are made in float32
         parameter.data = parameter.data.to(device, settings.params_dtype)
@@ -126,14 +131,14 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
             recompute_activations(stage.decoder.layers)
         self._model = model
         self.module = stage
-        self._distributed = _data_parallel(stage, config)
-        if section.uses_distributed_optimizer:
+        self._distributed = _data_parallel(stage, section, layout, self.device)
+        if self._distributed.ddp_config.use_distributed_optimizer:
             self._main.divide(self._distributed)
         self._has_gradient_buffers = True
         torch_names = to_torch_config(config)
         groups = self._main.groups(with_decay_of_all=section.optimizer is None)
-        self._optimizer = training.make_optimizer(torch_names, groups)
-        self._scheduler = training.make_scheduler(torch_names, self._optimizer)
+        self._optimizer = optimizers.make_optimizer(torch_names, groups)
+        self._scheduler = optimizers.make_scheduler(torch_names, self._optimizer)
         self._state = OptimizerState(self._optimizer, self._main, self._weights, layout)
         self._trainer = MegatronTrainer(
             module=self._distributed,
@@ -164,7 +169,7 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         self._main.copy_to_model()
 
     def _start_optimizer_save(self, directory: Path) -> None:
-        self._saving.begin_state(self._state.whole(), directory)
+        self._saving.begin_state(self._state.whole(self._saving.memory), directory)
 
     def _load_optimizer(self, directory: Path) -> None:
         self._state.load(directory)
@@ -191,18 +196,17 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
             yield from (*self._reference.parameters(), *self._reference.buffers())
 
 
-def _data_parallel(stage: Stage, config: PolicyConfig) -> DistributedDataParallel:
-    section = config.section_of(TrainedMegatronConfig).distributed_data_parallel_config
-    distributed = DistributedDataParallel(
-        stage.config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=section.grad_reduce_in_fp32,
-            overlap_grad_reduce=section.overlap_grad_reduce,
-            use_distributed_optimizer=config.section_of(TrainedMegatronConfig).uses_distributed_optimizer,
-        ),
-        stage,
+def _data_parallel(
+    stage: Stage, section: TrainedMegatronConfig, layout: RankLayout, device: torch.device
+) -> DistributedDataParallel:
+    reduction = section.reduction_on(device.type, layout.data_parallel_size)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=section.distributed_data_parallel_config.grad_reduce_in_fp32,
+        overlap_grad_reduce=reduction.is_overlapped,
+        use_distributed_optimizer=reduction.divides_optimizer,
     )
-    if section.overlap_grad_reduce:
+    distributed = DistributedDataParallel(stage.config, settings, stage)
+    if reduction.is_overlapped:
         stage.config.no_sync_func = distributed.no_sync
     return distributed
 
@@ -271,7 +275,7 @@ def accumulate_gradients(
 
     def loss_and_report(part: IndexedMicroBatch, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
         value, report = loss(part, scores)
-        # The stage before waits for a gradient also where the loss reads no log-prob. A tensor of its own, of one
+        # The previous stage waits for a gradient even if the loss reads no log-prob. It is a tensor of its own, of one
         # entry, since the schedule frees it before the backward pass.
         value = value.new_ones(1) * value + scores.logprobs.sum() * 0
         return value, torch.zeros((), dtype=torch.int, device=device), report
@@ -322,14 +326,14 @@ class MegatronTrainer:
     max_grad_norm: float | None
     layout: RankLayout
 
-    def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> training.OptimizerStep:
+    def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> step_report.OptimizerStep:
         """Take one optimizer step on these rows and return its report, which is the same on every rank.
 
         A step without valid tokens, or with a loss or gradient that is not finite, is skipped.
         """
         normalizer = count_valid(batch, rows)
         if normalizer.num_valid_tokens == 0:
-            return training.skip_without_tokens(normalizer, len(rows))
+            return step_report.skip_without_tokens(normalizer, len(rows))
 
         def loss(part: IndexedMicroBatch, scores: TokenScores) -> tuple[torch.Tensor, dict[str, Metric]]:
             return _loss(part, scores, loss_fn, normalizer)
@@ -337,17 +341,17 @@ class MegatronTrainer:
         parts = list(micro_batches(batch, rows, self.batching, self.layout))
         self.module.zero_grad_buffer()
         reports = accumulate_gradients(self.module, parts, loss_fn.required_scores, loss, device=self.device)
-        values, reductions = training.reduce_over_ranks(
+        values, reductions = step_report.reduce_over_ranks(
             self.layout.all_gather_data_parallel(_aggregate_metrics(reports))
         )
         self.main.copy_gradients_from_buffers()
         grad_norm = self.main.clip(self.max_grad_norm)
-        skip_cause = training.find_skip_cause(values["loss"], grad_norm)
+        skip_cause = step_report.find_skip_cause(values["loss"], grad_norm)
         if skip_cause is None:
             self.optimizer.step()
             self.main.copy_to_model()
         self.main.clear_gradients()
-        return training.OptimizerStep(values, reductions, normalizer, grad_norm, skip_cause)
+        return step_report.OptimizerStep(values, reductions, normalizer, grad_norm, skip_cause)
 
 
 def _loss(
@@ -360,12 +364,14 @@ def _loss(
     return loss, {**metrics, "loss": Metric(loss.detach().clone())}  # the schedule frees its inputs
 
 
-def _aggregate_metrics(reports: list[dict[str, Metric]]) -> tuple[dict[str, float], dict[str, training.Reduction]]:
+def _aggregate_metrics(
+    reports: list[dict[str, Metric]],
+) -> tuple[dict[str, float], dict[str, step_report.Reduction]]:
     """Return the metrics of all micro-batches of a rank; only the last stage has any."""
     metrics: dict[str, torch.Tensor] = {}
-    reductions: dict[str, training.Reduction] = {}
+    reductions: dict[str, step_report.Reduction] = {}
     for report in reports:
         for name, metric in report.items():
-            metrics[name] = training.accumulate_metric(metric, metrics.get(name))
+            metrics[name] = step_report.accumulate_metric(metric, metrics.get(name))
             reductions[name] = metric.reduction
     return {name: float(value) for name, value in metrics.items()}, reductions

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from nemo_rl.config.policy import ColocatedConfig
-from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
-from nemo_rl.weight_sync.device_memory import Broadcast, CudaIpc
+from nemo_rl.weight_sync.cuda_ipc import CudaIpc
+from nemo_rl.weight_sync.nccl import Broadcast
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from nemo_rl.weight_sync.transports import Transport
 from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, save_tiny_model, tiny_model
@@ -67,6 +68,6 @@ def test_cuda_ipc(tmp_path: Path) -> None:
     refit_twice(tmp_path, CudaIpc(), "cuda:0")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL has one member a device: needs two")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs one rank per device, hence two devices")
 def test_nccl(tmp_path: Path) -> None:
     refit_twice(tmp_path, Broadcast(backend="nccl", timeout_s=120), "cuda:1")

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.interfaces import Normalizer
+from nemo_rl.loss_types import Normalizer
 
 
 def make_batch(

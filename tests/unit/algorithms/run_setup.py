@@ -8,13 +8,19 @@ from typing import Any
 
 from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.algorithms.grpo import GRPO, RequiredLogprobs
-from nemo_rl.algorithms.run import Interrupt, Placement, TrainingRun
+from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.placement import Placement
+from nemo_rl.algorithms.training_run import TrainingRun
 from nemo_rl.checkpoint import CheckpointStore
+from nemo_rl.config.layout_planner import make_layout
 from nemo_rl.config.master import GRPORunConfig
-from nemo_rl.data.datasets import PromptSet
-from nemo_rl.experience.rollouts import RolloutDependencies
+from nemo_rl.data.prompt_sets import PromptSet
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies
 from nemo_rl.interfaces import CollectedGroups, GroupSource
-from nemo_rl.launch.rollouts import Inputs, make_limits, make_source, make_validator
+from nemo_rl.launch.resolved_model import ResolvedModel
+from nemo_rl.launch.resolved_run import ResolvedRun
+from nemo_rl.launch.sampling import make_limits
+from nemo_rl.launch.training_source import make_source, make_validator
 from nemo_rl.losses.make import make_loss
 from nemo_rl.observability.console import Progress
 from nemo_rl.types import EnvStep, Message, Prompt
@@ -110,6 +116,12 @@ def prompts(count: int, task_name: str = TRAINED) -> tuple[Prompt, ...]:
     return tuple(Prompt(f"{task_name}{i}", task_name, (Message("user", f"question{i}"),)) for i in range(count))
 
 
+def make_resolved_run(config: GRPORunConfig, train: PromptSet, *validation: PromptSet) -> ResolvedRun:
+    """Return a resolved run with a fake encoder; its model has no files."""
+    policy = ResolvedModel("policy", "", None, chat_tokenizer(), FakeEncoder())
+    return ResolvedRun(config, make_layout(config, "cpu"), policy, train, validation)
+
+
 def make_config(**sections: Mapping[str, Any]) -> GRPORunConfig:
     """Two prompts of three rollouts a step; no validation unless asked for."""
     smallest: dict[str, Any] = {
@@ -144,6 +156,7 @@ def make_rig(
     needed: RequiredLogprobs = NO_PASS,
     interrupt: Interrupt | None = None,
     shares_device: bool = False,
+    stays_with_engine: bool = False,
 ) -> Rig:
     """A run whose checkpoints lie in `directory`; `before_...` is awaited by the environment of those rollouts."""
     config = config or make_config()
@@ -159,13 +172,13 @@ def make_rig(
         HELD_OUT: check_environment(FakeEnvironment(before=validate)),
     }
     generation = generation or FakeGeneration(vocab_size=VOCAB_SIZE)
-    inputs = Inputs(chat_tokenizer(), FakeEncoder(), PromptSet("train", prompts(num_prompts)), tuple(validation), ())
+    resolved = make_resolved_run(config, PromptSet("train", prompts(num_prompts)), *validation)
     progress = Progress()
-    dependencies = RolloutDependencies(generation, environments, inputs.encoder, make_limits(config))
+    dependencies = RolloutDependencies(generation, environments, resolved.policy.encoder, make_limits(config))
     policy = FakePolicy(calls, on_train_step=on_train_step)
-    source = RecordingSource(make_source(config, inputs, dependencies, on_rollout=progress.rollout), calls)
+    source = RecordingSource(make_source(resolved, dependencies, on_rollout=progress.rollout), calls)
     logger = RecordingLogger()
-    placement = Placement(policy, generation, shares_device=shares_device)
+    placement = Placement(policy, generation, shares_device=shares_device, stays_with_engine=stays_with_engine)
     algorithm = GRPO(
         config=config,
         loss_fn=make_loss(config.loss_fn),
@@ -184,7 +197,7 @@ def make_rig(
         policy=policy,
         placement=placement,
         weight_sync=FakeWeightSync(calls),
-        validator=make_validator(config, inputs, dependencies),
+        validator=make_validator(config, resolved.validation, dependencies),
         checkpoints=CheckpointStore(config.checkpointing, directory / "checkpoints"),
         logger=logger,
         progress=progress,

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.loop import TrainingProgress
-from nemo_rl.algorithms.run import Interrupt
-from nemo_rl.algorithms.supervised import Objective, SupervisedRun, train_supervised
+from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.supervised_loop import Objective, SupervisedRun, train_supervised
+from nemo_rl.algorithms.training_progress import TrainingProgress
 from nemo_rl.checkpoint import CheckpointStore
-from nemo_rl.config.run import CheckpointingConfig
-from nemo_rl.config.supervised import SupervisedRunConfig
-from nemo_rl.data.supervised import Sample, SampleLoader, SupervisedDataset
+from nemo_rl.config.shared_sections import CheckpointingConfig
+from nemo_rl.config.supervised_runs import SupervisedRunConfig
+from nemo_rl.data.supervised_samples import SampleLoader, SupervisedDataset, TokenizedExample
 from nemo_rl.observability.console import Progress
 from nemo_rl.observability.loggers import JsonlLogger
 from nemo_rl.policy.driver import LocalPolicy
@@ -46,8 +46,8 @@ class Runs:
     directory: Path
     make_config: Callable[..., SupervisedRunConfig]  # called with keys of the algorithm's section
     make_objective: Callable[[Any], Objective]  # called with the configuration
-    samples: Sequence[Sample]
-    other: Sequence[Sample]  # of the validation set "other", beside "held", which has all samples
+    samples: Sequence[TokenizedExample]
+    other: Sequence[TokenizedExample]  # of the validation set "other", beside "held", which has all samples
 
     def train(
         self, *, stop_after: int | None = None, store: str = "checkpoints", **keys: Any

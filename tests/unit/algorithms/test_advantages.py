@@ -1,4 +1,5 @@
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.registries import ADVANTAGE_ESTIMATORS, LOSSES
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.assembly import assemble_batch
+from nemo_rl.testing import check_estimator
 from nemo_rl.types import TrajectoryGroup
 from tests.unit.algorithms.batches import make_batch
 from tests.unit.algorithms.rollouts import PROMPT, make_group, make_trajectory
 
 ROOT = Path(__file__).parents[3]
-RECIPES = sorted(path for root in ("examples", "nemo_rl/recipes") for path in (ROOT / root).rglob("*.yaml"))
+RECIPES = sorted(path for path in (ROOT / "examples").rglob("*.yaml"))
 
 
 def estimate(batch: TensorDict, loss: LossConfig | None = None, **options: Any) -> torch.Tensor:
@@ -86,6 +88,29 @@ def test_chains_of_one_trajectory_with_different_rewards_are_compared_as_traject
     assert estimate(batch, normalize_rewards=False)[:, 1].tolist() == [0.5, -0.5, -0.5, 0.5]
 
 
+def test_gdpo_tells_chains_apart_by_each_of_their_rewards() -> None:
+    components: dict[str, Sequence[float]] = {"right": [1.0, 0.0, 0.0, 1.0], "format": [0.0, 1.0, 0.0, 1.0]}
+    rewards = [1.0, 1.0, 0.0, 2.0]  # the first two, chains of one trajectory, have one sum
+    batch = make_batch([[0, 1]] * 4, rewards=rewards, components=components, trajectory_id=[0, 0, 1, 2])
+    apart = make_batch([[0, 1]] * 4, rewards=rewards, components=components)
+    weighted = {"name": "gdpo", "reward_weights": {"right": 1.0, "format": 0.5}}
+    found = estimate(batch, **weighted)[:, 1]
+    assert found.tolist() == estimate(apart, **weighted)[:, 1].tolist()
+    assert found[0] != found[1]
+
+
+def test_only_the_best_rollout_counts_by_its_lead() -> None:
+    rewards, groups = [0.25, 1.0, 0.0, 3.0, 3.0], [0, 0, 0, 1, 1]
+    raw = of_rewards(rewards, groups, name="grpo_passk", normalize_rewards=False)
+    assert raw == [0.0, 0.75, 0.0, 0.0, 0.0]
+    assert of_rewards(rewards, groups, name="grpo_passk")[1] == pytest.approx(0.75 / 0.52042, abs=1e-4)
+
+
+def test_longer_rollouts_weigh_more_in_the_baseline() -> None:
+    batch = make_batch([[0, 1, 1, 1], [0, 1, 0, 0]], rewards=[1.0, 0.0])
+    assert estimate(batch, name="opo")[:, 1].tolist() == [0.25, -0.75]
+
+
 def test_failed_trajectory_is_left_out_of_baseline() -> None:
     batch, _ = assemble_batch([make_group([1.0, None, 3.0]), make_group([4.0, None, None])], min_group_size=1)
     assert estimate(batch)[:, -1].tolist() == pytest.approx([-0.70711, 0.70711, 0.0], abs=1e-5)
@@ -99,7 +124,7 @@ def test_samples_without_gradient_stay_in_the_baseline() -> None:
 @given(
     rewards=st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=1, max_size=8),
     constant=st.integers(-8, 8).map(lambda n: n / 2),
-    name=st.sampled_from(["grpo", "gdpo", "reinforce_plus_plus"]),
+    name=st.sampled_from(["grpo", "grpo_passk", "opo", "gdpo", "reinforce_plus_plus"]),
     leave_one_out=st.booleans(),
 )
 def test_a_constant_added_to_a_groups_rewards_changes_nothing(
@@ -166,6 +191,12 @@ def test_reinforce_plus_plus_ignores_samples_without_gradient() -> None:
 KL_IN_REWARD = LOSSES.read(
     {"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"}
 )
+
+
+@pytest.mark.parametrize("loss", [None, KL_IN_REWARD], ids=["plain", "kl in reward"])
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.names)
+def test_contract_of_estimators_holds(name: str, loss: LossConfig | None) -> None:
+    check_estimator(name, loss=loss)
 
 
 def test_kl_in_the_reward_is_subtracted_a_token_at_a_time() -> None:
@@ -364,7 +395,9 @@ def test_failures_make_no_difference_between_rewards() -> None:
 
 def test_the_total_counts_not_its_parts_and_rounding_is_no_difference() -> None:
     members = (make_trajectory({"a": 0.1, "b": 0.2}), make_trajectory({"a": 0.3}, index=1))
-    assert names(TrajectoryGroup("g", PROMPT, members)) == []
+    group = TrajectoryGroup("g", PROMPT, members)
+    assert names(group) == []
+    assert is_informative(group, by_name=True)
 
 
 def test_batch_metrics_count_a_trajectory_once_and_valid_tokens_only() -> None:

@@ -11,18 +11,13 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerFast
 
+from nemo_rl.algorithms.cross_tokenizer_stage import CrossTokenizerStage, TeacherRenderer, TeacherTargetBuilder
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
-from nemo_rl.algorithms.distillation import (
-    CrossTokenizerStage,
-    TeacherHandle,
-    TeacherRenderer,
-    Teachers,
-    TeacherTargetBuilder,
-)
+from nemo_rl.algorithms.teacher_stages import TeacherHandle, Teachers
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.token_alignment import Vocabulary
 from nemo_rl.experience.assembly import BatchRow
-from nemo_rl.interfaces import TopK
+from nemo_rl.loss_types import TopK
 from nemo_rl.quickstart.models import make_tokenizer
 from nemo_rl.types import Message, MessageLog, Prompt, TokenizedMessage
 from tests.templates import byte_tokenizer

@@ -9,14 +9,9 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.advantages import TeacherAdvantages, clip_advantages
-from nemo_rl.algorithms.distillation import (
-    LogprobsStage,
-    TeacherHandle,
-    Teachers,
-    TopKStage,
-)
+from nemo_rl.algorithms.teacher_stages import LogprobsStage, TeacherHandle, Teachers, TopKStage
 from nemo_rl.experience.assembly import BatchRow, assemble_batch
-from nemo_rl.interfaces import TopK
+from nemo_rl.loss_types import TopK
 from nemo_rl.types import Message, Prompt, StopReason, TokenizedMessage, Trajectory, TrajectoryGroup
 from tests.unit.algorithms.batches import make_batch
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.supervised import DPOObjective
-from nemo_rl.config.supervised import DPORunConfig
-from nemo_rl.data.supervised import PairSample, SupervisedSample
+from nemo_rl.algorithms.supervised_objectives import DPOObjective
+from nemo_rl.config.supervised_runs import DPORunConfig
+from nemo_rl.data.supervised_samples import PairSample, SupervisedSample
 from nemo_rl.metric_names import find_undocumented
 from tests.contracts.policies import SETTINGS
 from tests.unit.algorithms.supervised_runs import Runs

@@ -1,5 +1,6 @@
+"""The loop on rollouts: the order of a step, validations, checkpoints and stops."""
+
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -9,26 +10,18 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.grpo import RequiredLogprobs
-from nemo_rl.algorithms.loop import (
-    SAMPLE_COLUMNS,
-    TrainingProgress,
-    efficiency,
-    report_step,
-    sample_rows,
-    throughput,
-    train,
-)
-from nemo_rl.algorithms.run import Interrupt
+from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.loop import train
+from nemo_rl.algorithms.training_progress import TrainingProgress
 from nemo_rl.algorithms.validation import ValidationResult
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.records import RolloutWriter
 from nemo_rl.metric_names import find_undocumented
-from nemo_rl.observability.loggers import StepTimer
-from nemo_rl.types import EnvStep, FailureClass, Message, TokenizedMessage
+from nemo_rl.types import EnvStep, FailureClass
 from tests.fakes.environments import Conversation, State
 from tests.fakes.generation import FakeGeneration
-from tests.unit.algorithms.rollouts import make_trajectory
 from tests.unit.algorithms.run_setup import VOCAB_SIZE, Before, Rig, make_config, make_rig
+
+SAVED = ("save", "finish_save")
 
 
 def trained(rig: Rig) -> TrainingProgress:
@@ -51,12 +44,6 @@ def interrupting(interrupt: Interrupt, on_call: int = 1) -> Before:
 
 def same_reward(conversation: Conversation, state: State) -> EnvStep:
     return EnvStep(rewards={"score": 1.0})
-
-
-SAVED = ("save", "finish_save")
-
-
-# ---- the order of a step
 
 
 def test_a_step_collects_trains_refits_validates_and_saves_in_this_order(tmp_path: Path) -> None:
@@ -103,6 +90,14 @@ def test_policy_and_engine_take_turns_on_a_shared_device(tmp_path: Path) -> None
         *("offload optimizer reference", "wake weights", "publish 1", "offload weights", "wake kv_cache"),
         *("sleep", "onload weights optimizer", "save", "offload weights optimizer", "wake", "finish_save"),
     ]
+
+
+def test_what_training_has_freed_is_given_back_before_a_refit_if_both_stay(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, make_config(grpo={"max_num_steps": 2}), stays_with_engine=True)
+    trained(rig)
+    found = [call for call in rig.calls if call.startswith(("empty", "publish", "train"))]
+    step = ["train_step", "empty_cache"]
+    assert found == ["empty_cache", "publish 0", *step, "publish 1", *step, "publish 2"]
 
 
 def test_what_was_learnt_is_saved_when_rollouts_fail_for_good(tmp_path: Path) -> None:
@@ -162,9 +157,6 @@ def test_without_validation_sets_nothing_is_validated(tmp_path: Path) -> None:
     assert trained(rig).validations == {}
 
 
-# ---- where training ends
-
-
 def test_training_ends_at_max_num_steps_with_a_checkpoint(tmp_path: Path) -> None:
     rig = make_rig(tmp_path, make_config(grpo={"max_num_steps": 3}))
     training = trained(rig)
@@ -208,9 +200,6 @@ def test_rollouts_that_all_fail_end_the_run_with_their_cause(tmp_path: Path) -> 
         trained(rig)
     assert "train_step" not in rig.calls
     assert rig.logger.metrics == {}
-
-
-# ---- a stop that is asked for
 
 
 def test_a_stop_during_generation_saves_the_last_step_and_the_prompts_are_drawn_again(tmp_path: Path) -> None:
@@ -296,9 +285,6 @@ def test_a_stop_during_the_validation_after_the_data_still_saves(tmp_path: Path)
     assert training.data_exhausted
     assert list(rig.checkpoints()) == [1]
     assert rig.calls.count("save") == 1
-
-
-# ---- validation beside the next step
 
 
 def waiting_for_step(release: asyncio.Event) -> Before:
@@ -463,9 +449,6 @@ def test_a_step_counts_as_trained_before_its_details_are_recorded(tmp_path: Path
     assert list(rig.checkpoints()) == [rig.policy.num_steps] == [1]
 
 
-# ---- metrics
-
-
 def test_all_metrics_of_a_run_are_documented_and_those_expected_are_there(tmp_path: Path) -> None:
     grpo = {"max_num_steps": 1, "val_period": 1, "val_num_generations_per_prompt": 2, "val_greedy": True}
     grpo |= {"seq_logprob_error_threshold": 2.0}
@@ -564,108 +547,3 @@ def test_failed_rollouts_of_a_step_are_counted_and_not_trained_on(tmp_path: Path
     num_failed = metrics[f"train/failures/{FailureClass.INFRA}"]
     assert 0 < num_failed < 16
     assert len(rig.policy.batches[0]) == 16 - num_failed
-
-
-NO_FAILURES = {f"failures/{failure_class}": 0.0 for failure_class in FailureClass}
-METRICS = {
-    "total_num_tokens": 600.0,
-    "global_valid_seqs": 6.0,
-    "global_valid_toks": 60.0,
-    "num_rollouts": 12.0,
-    "mean_gen_tokens_per_sample": 20.0,
-    **NO_FAILURES,
-}
-SECONDS = {"total_step_time": 14.0, "generation": 2.0, "policy_training": 3.0}
-
-
-def test_rates_leave_out_the_time_of_the_validation() -> None:
-    rates = throughput(METRICS, SECONDS, validation_s=4.0)
-    assert rates["samples_per_sec"] == 0.6
-    assert rates["tokens_per_sec"] == 60.0
-    assert rates["policy_training_tokens_per_sec"] == 200.0
-    assert "train_flops" not in rates
-
-
-def test_sampled_tokens_are_those_of_all_rollouts_that_did_not_fail() -> None:
-    metrics = METRICS | {"failures/infra": 1.0, "failures/agent": 1.0}
-    assert throughput(metrics, SECONDS, 0.0)["generation_tokens_per_sec"] == 100.0  # 10 x 20 tokens in 2 s
-
-
-def test_rollouts_in_the_background_are_made_in_the_whole_step() -> None:
-    seconds = {"total_step_time": 14.0, "exposed_generation": 1.0, "policy_training": 3.0}
-    assert throughput(METRICS, seconds, validation_s=4.0)["generation_tokens_per_sec"] == 24.0  # 12 x 20 tokens in 10 s
-
-
-def test_waits_of_the_trainer_are_told_by_cause_and_its_work_as_a_share() -> None:
-    seconds = {
-        "total_step_time": 20.0,
-        "exposed_generation": 2.0,
-        "policy_and_reference_logprobs": 1.0,
-        "policy_training": 4.0,
-        "weight_sync": 0.5,
-    }
-    assert efficiency(seconds, validation_s=3.0) == {
-        "training_busy_pct": 25.0,
-        "exposed_wait_s/generation": 2.0,
-        "exposed_wait_s/weight_sync": 0.5,
-        "exposed_wait_s/checkpointing": 0.0,
-        "exposed_wait_s/teachers": 0.0,
-        "exposed_wait_s/validation": 3.0,
-    }
-
-
-def test_flops_are_a_rate_of_training() -> None:
-    assert throughput(METRICS | {"train_flops": 9.0}, SECONDS, 0.0)["train_flops"] == 3.0
-
-
-def test_phases_that_took_no_time_divide_by_nothing() -> None:
-    rates = throughput(METRICS, dict.fromkeys(SECONDS, 0.0), 0.0)
-    assert all(rate > 0 for rate in rates.values())
-
-
-def test_a_step_is_logged_under_its_prefixes_without_the_time_of_its_validation(tmp_path: Path) -> None:
-    rig = make_rig(tmp_path)
-    timer = StepTimer(clock=lambda: 0.0)
-    for phase in ("total_step_time", "generation", "policy_training", "total_validation_time"):
-        with timer(phase):
-            pass
-    report_step(rig.run, 7, METRICS, timer)
-    (logged,) = rig.logger.metrics.items()
-    assert logged[0] == 7
-    assert logged[1]["train/total_num_tokens"] == 600.0
-    assert {name for name in logged[1] if name.startswith("timing/")} == {
-        f"timing/train/{phase}" for phase in ("total_step_time", "generation", "policy_training")
-    }
-
-
-def test_a_sample_row_shows_prompt_response_reward_and_how_it_ended() -> None:
-    assert sample_rows([make_trajectory(0.25)]) == [("?", "!", "0.250", "done")]
-    assert len(SAMPLE_COLUMNS) == 4
-
-
-def test_a_sample_row_of_several_turns_names_the_roles() -> None:
-    one = make_trajectory(1.0)
-    more = (
-        TokenizedMessage(Message("user", "and?"), (4,)),
-        TokenizedMessage(Message("assistant", "so!"), (5,), (-0.5,)),
-    )
-    ((_, response, _, _),) = sample_rows([replace(one, message_log=one.message_log + more)])
-    assert response == "assistant: !\nuser: and?\nassistant: so!"
-
-
-def test_a_sample_row_of_a_failed_rollout_shows_the_cause() -> None:
-    ((_, _, reward, stop_reason),) = sample_rows([make_trajectory(None)])
-    assert (reward, stop_reason) == ("failed: EngineDead: replica 0", "failed")
-
-
-@pytest.mark.parametrize("num_shown", [0, 2])
-def test_a_validation_writes_all_of_its_rollouts_and_shows_the_first(tmp_path: Path, num_shown: int) -> None:
-    config = make_config(grpo={"max_num_steps": 1, "val_period": 1}, logger={"num_val_samples_to_print": num_shown})
-    rig = make_rig(tmp_path, config)
-    with RolloutWriter(tmp_path / "validation.jsonl") as writer:
-        asyncio.run(train(replace(rig.run, validation_rollouts=writer)))
-    rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
-    assert [row["prompt_id"] for row in rows] == ["held_out0", "held_out1", "held_out2"]
-    assert {row["step"] for row in rows} == {1}
-    ((name, columns, shown, step),) = rig.logger.tables
-    assert (name, columns, len(shown), step) == ("validation/samples", SAMPLE_COLUMNS, num_shown, 1)

@@ -11,7 +11,7 @@ from nemo_rl.algorithms.reward_model import (
     bradley_terry_losses,
     num_steps,
 )
-from nemo_rl.config.supervised import RewardModelRunConfig
+from nemo_rl.config.supervised_runs import RewardModelRunConfig
 
 PAIRS = [TokenPair([1 + n % 5, 2, 3][: 1 + n % 3], [7, 8 + n % 3]) for n in range(7)]
 
@@ -64,6 +64,17 @@ def test_micro_batches_change_no_step() -> None:
     assert split == pytest.approx(whole, rel=1e-5)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_masked_pair_has_no_weight_and_a_batch_of_them_changes_nothing() -> None:
+    masked, plain = TokenPair((), (), is_masked=True), trainer(1.0)
+    beside = trainer(1.0)
+    assert beside.train_step([PAIRS[0], masked, PAIRS[1]]) == plain.train_step(PAIRS[:2])
+    for one, other in zip(beside._model.parameters(), plain._model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    before = [parameter.clone() for parameter in beside._model.parameters()]
+    assert beside.train_step([masked]) == {"num_valid_samples": 0.0, "lr": 1.0}
+    assert all(torch.equal(one, other) for one, other in zip(before, beside._model.parameters(), strict=True))
 
 
 def test_training_ranks_the_pairs_and_measures_it() -> None:

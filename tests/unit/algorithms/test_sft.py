@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.run import Interrupt
-from nemo_rl.algorithms.supervised import SFTObjective, validate
-from nemo_rl.config.supervised import SFTRunConfig
-from nemo_rl.data.supervised import SupervisedDataset, SupervisedSample, make_supervised_batch
-from nemo_rl.interfaces import Normalizer, TokenScores
-from nemo_rl.losses.supervised import NegativeLogLikelihood
+from nemo_rl.algorithms.interrupt import Interrupt
+from nemo_rl.algorithms.supervised_loop import validate
+from nemo_rl.algorithms.supervised_objectives import SFTObjective
+from nemo_rl.config.supervised_runs import SFTRunConfig
+from nemo_rl.data.supervised_samples import SupervisedDataset, SupervisedSample, make_supervised_batch
+from nemo_rl.loss_types import Normalizer, TokenScores
+from nemo_rl.losses.likelihood import NegativeLogLikelihood
 from nemo_rl.metric_names import find_undocumented
 from tests.contracts.policies import SETTINGS
 from tests.unit.algorithms.supervised_runs import Runs, make_policy

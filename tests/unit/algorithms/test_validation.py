@@ -9,10 +9,10 @@ from nemo_rl.algorithms.validation import (
     Validator,
     average_over_sets,
     greedy_metrics,
-    mean_pass_at_k,
     sampled_metrics,
+    score_rollouts,
 )
-from nemo_rl.data.datasets import PromptSet
+from nemo_rl.data.prompt_sets import PromptSet
 from nemo_rl.types import EnvStep, Failure, FailureClass, SamplingParams
 from tests.fakes.environments import Conversation, FakeEnvironment, State, never_done
 from tests.fakes.generation import FakeGeneration
@@ -115,7 +115,7 @@ def test_two_validations_of_the_same_weights_are_equal() -> None:
 # ---- failures
 
 
-def test_failed_rollouts_are_left_out_and_counted() -> None:
+def test_failed_rollouts_count_as_wrong(caplog: pytest.LogCaptureFixture) -> None:
     def answer(conversation: Conversation, state: State) -> EnvStep | Failure:
         if state["number"] == 0:
             return Failure(FailureClass.ENVIRONMENT, "broken")
@@ -123,14 +123,45 @@ def test_failed_rollouts_are_left_out_and_counted() -> None:
 
     result = validate(validator({"one": ["game"] * 3}, {"game": FakeEnvironment(answer)}))
     assert result.metrics["num_failed"] == 1.0
-    assert result.metrics["accuracy"] == 1.5
+    assert result.metrics["accuracy"] == 1.0
+    assert result.metrics["accuracy_without_failed"] == 1.5
     assert len(result.trajectories) == 3
+    assert caplog.messages[-1] == (
+        "validation set one: 1 failed rollouts count as wrong (greedy pass: 0): accuracy 1.0000, without them 1.5000"
+    )
 
 
-def test_a_validation_in_which_all_fails_has_no_accuracy() -> None:
+@pytest.mark.parametrize("is_failure", [False, True])
+def test_five_right_answers_and_95_timeouts_are_an_accuracy_of_5_percent(is_failure: bool) -> None:
+    def answer(conversation: Conversation, state: State) -> EnvStep | Failure:
+        if state["number"] < 5:
+            return EnvStep(rewards={"score": 1.0})
+        if is_failure:
+            return Failure(FailureClass.REWARD, "TimeoutError: no answer in 10 s")
+        return EnvStep(rewards={"score": 0.0}, response_fault="verifier_timeout")
+
+    sets = {"one": ["game"] * 100}
+    metrics = validate(validator(sets, {"game": FakeEnvironment(answer)}, num_generations=2, greedy=True)).metrics
+    assert metrics["accuracy"] == metrics["pass_2"] == metrics["greedy_accuracy"] == pytest.approx(0.05)
+    if is_failure:
+        assert (metrics["num_failed"], metrics["greedy_num_failed"]) == (190.0, 95.0)
+        assert metrics["accuracy_without_failed"] == 1.0
+    else:
+        assert metrics["num_failed"] == 0.0
+        assert metrics["response_faults/verifier_timeout"] == 0.95
+        assert "accuracy_without_failed" not in metrics
+
+
+def test_a_failure_is_no_better_than_the_worst_answer() -> None:
+    trajectories = [make_trajectory(reward) for reward in (1.0, -1.0, None, None)]
+    assert score_rollouts(trajectories) == [1.0, -1.0, -1.0, -1.0]
+
+
+def test_a_validation_in_which_all_fails_has_accuracy_0() -> None:
     generation = FakeGeneration(failing_share=1.0)
     result = validate(validator({"one": ["game"] * 2}, {"game": FakeEnvironment()}, generation, greedy=True))
-    assert result.metrics == {"num_failed": 2.0}
+    expected = {"num_failed": 2, "accuracy": 0, "avg_length": 0, "greedy_accuracy": 0, "greedy_num_failed": 2}
+    assert result.metrics == expected
 
 
 # ---- metrics
@@ -146,14 +177,23 @@ def test_pass_at_k_is_the_mean_over_prompts_of_their_best_answer() -> None:
     assert sampled_metrics(trajectories, 2)["pass_2"] == 0.5
 
 
-def test_pass_at_k_judges_a_prompt_by_its_survivors_and_leaves_out_one_without() -> None:
+def test_pass_at_k_counts_failures_as_wrong_answers() -> None:
     trajectories = [make_trajectory(reward) for reward in (None, 1.0, None, None, 0.0, 0.0)]
-    assert mean_pass_at_k(trajectories, 2) == 0.5
+    assert sampled_metrics(trajectories, 2)["pass_2"] == pytest.approx(1 / 3)
 
 
-def test_greedy_accuracy_is_over_the_survivors() -> None:
-    assert greedy_metrics([make_trajectory(None), make_trajectory(1.0)]) == {"greedy_accuracy": 1.0}
-    assert greedy_metrics([make_trajectory(None)]) == {}
+def test_response_faults_are_shares_of_all_rollouts_and_of_no_rollout_in_a_set_without_them() -> None:
+    faulty = replace(make_trajectory(0.0), response_faults=("verifier_timeout",))
+    metrics = sampled_metrics([faulty, make_trajectory(1.0), make_trajectory(1.0), make_trajectory(None)], 1)
+    assert metrics["response_faults/verifier_timeout"] == 0.25
+    of_two = average_over_sets({"one": {"response_faults/verifier_timeout": 0.25}, "two": {}})
+    assert of_two["response_faults/verifier_timeout"] == 0.125
+    assert of_two["two/response_faults/verifier_timeout"] == 0.0
+
+
+def test_greedy_accuracy_counts_failures_as_wrong_answers() -> None:
+    metrics = greedy_metrics([make_trajectory(None), make_trajectory(1.0)])
+    assert metrics == {"greedy_accuracy": 0.5, "greedy_num_failed": 1.0}
 
 
 def test_one_set_keeps_plain_names() -> None:

@@ -12,7 +12,7 @@ from nemo_rl.config.loading import load_config
 from nemo_rl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-RECIPE = ROOT / "nemo_rl" / "recipes" / "quickstart.yaml"
+RECIPE = ROOT / "examples" / "configs" / "quickstart.yaml"
 parity = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "peer_parity.py")))
 
 runners = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "peer_runners.py")))

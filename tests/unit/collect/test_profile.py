@@ -10,23 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl.collect.merge import merge
-from nemo_rl.collect.profile import (
-    RewardRange,
-    TaskMetrics,
-    compare,
-    compute_task_metrics,
-    default_ks,
-    iter_task_rows,
-    profile,
-    write_curriculum,
-)
-from nemo_rl.collect.profile_report import comparison_table, write_profile
+from nemo_rl.collect.profile import iter_task_rows, profile
+from nemo_rl.collect.profile_report import write_profile
 from nemo_rl.collect.shards import KeySpace, RolloutKey
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.collect.table import NO_ANSWER, UNKNOWN_LENGTH, CollectionManifest, RolloutTable
+from nemo_rl.collect.task_metrics import TaskMetrics, compute_task_metrics, default_ks
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.experience.records import majority_at_k, pass_at_k
-from tests.unit.collect.collections import IDENTITY, collect, collect_worked, rollout
+from nemo_rl.experience.pass_at_k import majority_at_k, pass_at_k
+from nemo_rl.types import Failure, FailureClass
+from tests.unit.collect.collections import IDENTITY, collect_worked, rollout
 
 TASKS = [
     {
@@ -37,6 +30,7 @@ TASKS = [
         "expected": 4,
         "num_rollouts": 4,
         "missing": 0,
+        "num_failed": 0,
         "reward": {"mean": 0.75, "std": 0.5, "min": 0.0, "max": 1.0, "median": 1.0},
         "tokens": {"mean": 30.0, "std": 21.602469, "min": 10.0, "max": 60.0, "median": 25.0},
         "pass@1[avg-of-4]": 0.75,
@@ -56,6 +50,7 @@ TASKS = [
         "expected": 4,
         "num_rollouts": 3,
         "missing": 1,
+        "num_failed": 0,
         "reward": {"mean": 1 / 6, "std": 0.288675, "min": 0.0, "max": 0.5, "median": 0.0},
         "tokens": {"mean": 17 / 3, "std": 1.154701, "min": 5.0, "max": 7.0, "median": 5.0},
         "pass@1[avg-of-4]": 1 / 6,
@@ -75,12 +70,13 @@ TASKS = [
         "expected": 4,
         "num_rollouts": 0,
         "missing": 4,
+        "num_failed": 2,  # wrong answers
         "reward": dict.fromkeys(("mean", "std", "min", "max", "median")),
         "tokens": dict.fromkeys(("mean", "std", "min", "max", "median")),
-        "pass@1[avg-of-4]": None,
-        "pass@2": None,
+        "pass@1[avg-of-4]": 0.0,
+        "pass@2": 0.0,
         "pass@4": None,
-        "majority@2": None,
+        "majority@2": 0.0,
         "majority@4": None,
         "rollout_rewards": [None] * 4,
         "rollout_tokens": [None] * 4,
@@ -91,10 +87,10 @@ TASKS = [
 SCORES = {
     "reward": (11 / 24, 7 / 24, 2),
     "tokens": (107 / 6, 73 / 6, 2),
-    "pass@1[avg-of-4]": (11 / 24, 7 / 24, 2),
-    "pass@2": (2 / 3, 1 / 3, 2),
+    "pass@1[avg-of-4]": (11 / 36, statistics.stdev([3 / 4, 1 / 6, 0]) / 3**0.5, 3),
+    "pass@2": (4 / 9, statistics.stdev([1, 1 / 3, 0]) / 3**0.5, 3),
     "pass@4": (1.0, None, 1),
-    "majority@2": (0.5, 0.25, 2),
+    "majority@2": (1 / 3, statistics.stdev([3 / 4, 1 / 4, 0]) / 3**0.5, 3),
     "majority@4": (1.0, None, 1),
 }
 
@@ -119,6 +115,31 @@ def test_the_summary_is_as_worked_out_by_hand(tmp_path):
         assert score.standard_error == (None if error is None else pytest.approx(error)), name
         assert score.num_tasks == num_tasks
     assert summary.thresholds == {0.25: 0.5, 0.5: 0.5, 0.75: 0.5, 1.0: 0.0}
+
+
+def test_five_right_answers_and_95_failures_are_a_pass_at_1_of_5_percent(tmp_path, caplog):
+    failing = [RolloutKey(task, 0) for task in range(5, 100)]
+    with RolloutStore.open(tmp_path, seed=0, keys=KeySpace(100, 1), identity=IDENTITY) as store:
+        for task in range(5):
+            store.append(RolloutKey(task, 0), rollout(1.0, 10, "a"))
+        for key in failing:
+            store.append_failure(key, Failure(FailureClass.REWARD, "TimeoutError: no answer in 10 s"))
+    measured = profile(tmp_path)
+    (summary,) = measured.summaries
+    assert summary.scores["pass@1[avg-of-1]"].mean == pytest.approx(0.05)
+    assert (summary.num_rollouts, summary.missing, summary.num_failed) == (5, 95, 95)
+    assert caplog.messages == [
+        f"{tmp_path}: 95 of 100 rollouts failed and count as wrong: pass@1 0.0500, mean reward of the others 1.0000"
+    ]
+
+
+def test_a_failure_is_no_better_than_the_worst_answer(tmp_path):
+    with RolloutStore.open(tmp_path, seed=0, keys=KeySpace(2, 2), identity=IDENTITY) as store:
+        store.append(RolloutKey(0, 0), rollout(-1.0, 10, "a"))
+        store.append(RolloutKey(0, 1), rollout(1.0, 10, "a"))
+        store.append(RolloutKey(1, 0), rollout(1.0, 10, "a"))
+        store.append_failure(RolloutKey(1, 1), Failure(FailureClass.INFRA, "lost"))
+    assert profile(tmp_path).summaries[0].scores["pass@1[avg-of-2]"].mean == 0.0
 
 
 def test_what_ended_and_failed_is_counted(tmp_path):
@@ -279,99 +300,3 @@ def test_ks_may_be_chosen():
     scores = compute_task_metrics(table_of([[(1.0, 3, 1)] * 4]), ks=[3, 1]).scores
     assert list(scores) == ["pass@1[avg-of-4]", "pass@3", "majority@3"]
     assert default_ks(1) == (1,)
-
-
-def rows(comparison):
-    return {row.quantity: row for row in comparison.differences}
-
-
-def test_the_same_tasks_are_compared_one_by_one(tmp_path):
-    collect_worked(tmp_path / "a")
-    collect_worked(tmp_path / "b", change=0.25, identity={**IDENTITY, "model": "trained"})
-    comparison = compare(profile(tmp_path / "a"), profile(tmp_path / "b"))
-    assert comparison.are_paired
-    reward = rows(comparison)["reward"]
-    assert (reward.first, reward.second) == (pytest.approx(11 / 24), pytest.approx(17 / 24))
-    assert reward.difference == pytest.approx(0.25)
-    assert reward.standard_error == pytest.approx(0, abs=1e-12)  # every task rose by as much
-    assert (reward.num_better, reward.num_worse) == (2, 0)
-    tokens = rows(comparison)["tokens"]
-    assert (tokens.difference, tokens.num_better, tokens.num_worse) == (0, 0, 0)
-
-
-def test_the_table_names_columns_by_what_tells_them_apart(tmp_path):
-    collect_worked(tmp_path / "a")
-    collect_worked(tmp_path / "b", change=0.25, identity={**IDENTITY, "model": "trained"})
-    comparison = compare(profile(tmp_path / "a"), profile(tmp_path / "b"))
-    table = comparison_table(comparison, "runs/one/step_5", "runs/one/step_9")
-    assert [str(column.header) for column in table.columns][2:4] == ["step_5", "step_9"]
-    assert "runs/one/step_9 against runs/one/step_5" in str(table.title)
-    by_quantity = dict(
-        zip(table.columns[1].cells, zip(*(c.cells for c in table.columns[4:]), strict=True), strict=True)
-    )
-    assert by_quantity["reward"] == ("+0.2500 ± 0.0000", "2", "0")
-    assert by_quantity["tokens"] == ("+0.0 ± 0.0", "", "")  # neither more nor fewer are better
-    for first, second, names in (
-        ("a", "b", ["a", "b"]),
-        ("/x/1/a", "/x/2/a", ["1/a", "2/a"]),
-        ("a", "a/b", ["a", "a/b"]),
-    ):
-        assert [str(c.header) for c in comparison_table(comparison, first, second).columns][2:4] == names
-
-
-def test_of_other_tasks_the_means_are_compared(tmp_path):
-    collect_worked(tmp_path / "a")
-    collect_worked(tmp_path / "b", change=0.25, identity={**IDENTITY, "data": "others"})
-    comparison = compare(profile(tmp_path / "a"), profile(tmp_path / "b"))
-    assert not comparison.are_paired
-    reward = rows(comparison)["reward"]
-    assert reward.difference == pytest.approx(0.25)
-    assert reward.standard_error == pytest.approx(7 / 24 * 2**0.5)
-    assert (reward.num_better, reward.num_worse) == (None, None)
-
-
-def test_what_both_have_is_compared(tmp_path):
-    collect(tmp_path / "two", num_repeats=2)
-    collect(tmp_path / "four", num_repeats=4)
-    comparison = compare(profile(tmp_path / "two"), profile(tmp_path / "four"))
-    assert list(rows(comparison)) == ["reward", "tokens", "pass@2"]
-    assert rows(comparison)["tokens"].difference is None  # of neither
-
-
-def lines_of(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "questions"),
-    [(0.0, 1.0, ["q0", "q1"]), (0.5, 0.75, ["q0"]), (1 / 6, 1 / 6, ["q1"]), (-1.0, 0.7, ["q1"])],
-)
-def test_rows_of_tasks_in_the_range_are_written_as_they_were(tmp_path, low, high, questions):
-    collect_worked(tmp_path)
-    count = write_curriculum(profile(tmp_path), tmp_path / "out.jsonl", RewardRange(low, high))
-    assert lines_of(tmp_path / "out.jsonl") == [{"question": question} for question in questions]
-    assert count == len(questions)
-
-
-def test_a_range_without_tasks_writes_nothing(tmp_path):
-    collect_worked(tmp_path)
-    with pytest.raises(ConfigError, match="no task"):
-        write_curriculum(profile(tmp_path), tmp_path / "out.jsonl", RewardRange(0.8, 0.9))
-    assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_a_collection_without_its_input_has_no_rows_to_write(tmp_path):
-    collect(tmp_path)
-    with pytest.raises(ConfigError, match=r"tasks.jsonl"):
-        write_curriculum(profile(tmp_path), tmp_path / "out.jsonl", RewardRange(0, 1))
-
-
-def test_a_range_that_is_upside_down_is_refused():
-    with pytest.raises(ConfigError, match="max_reward"):
-        RewardRange(0.5, 0.4)
-
-
-def test_an_unknown_data_set_is_refused(tmp_path):
-    collect_worked(tmp_path)
-    with pytest.raises(ConfigError, match="did you mean 'words'"):
-        write_curriculum(profile(tmp_path), tmp_path / "out.jsonl", RewardRange(0, 1), dataset="word")

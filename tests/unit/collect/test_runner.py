@@ -17,7 +17,7 @@ from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
 from nemo_rl.collect.shards import Chunk, KeySpace
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.errors import RolloutError
-from nemo_rl.experience.rollouts import RolloutDependencies
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies
 from nemo_rl.types import GenerationRequest, Trajectory
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration

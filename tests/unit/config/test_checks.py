@@ -6,7 +6,7 @@ import pytest
 from nemo_rl.config.checks import check_async
 from nemo_rl.config.policy import PolicyConfig, check_backend
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.records import rollout_metrics
+from nemo_rl.experience.rollout_metrics import rollout_metrics
 from nemo_rl.metric_names import ranking_metrics
 from nemo_rl.types import Prompt, StopReason, Trajectory
 from tests.unit.algorithms.run_setup import make_config

@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.collect import CollectRunConfig, SamplingConfig, ServerConfig, parse_chunk, parse_seeds
+from nemo_rl.config.collect import CollectRunConfig, parse_chunk, parse_seeds
 from nemo_rl.config.loading import load_collect_config, resolved_yaml
+from nemo_rl.config.policy import SamplingConfig
+from nemo_rl.config.registries import ENGINES
+from nemo_rl.config.server import ServerConfig
 from nemo_rl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-QUICKSTART = ROOT / "nemo_rl" / "recipes" / "collect.yaml"
-RECIPES = [QUICKSTART, *sorted((ROOT / "nemo_rl" / "recipes").glob("collect*.yaml"))]
+QUICKSTART = ROOT / "examples" / "configs" / "collect.yaml"
+RECIPES = [QUICKSTART, *sorted((ROOT / "examples" / "configs").glob("collect*.yaml"))]
 
 
 @pytest.fixture(autouse=True)
@@ -55,14 +58,19 @@ def test_a_chunk_is_its_index_and_how_many_there_are() -> None:
     assert load().collect.chunk_index_and_count is None
 
 
+def make_engine(server: ServerConfig, **sampling: Any) -> Any:
+    section: Any = ENGINES.section(server.backend)
+    return section.from_server(server, SamplingConfig(**sampling))
+
+
 def test_nothing_is_trusted_unless_it_is_said() -> None:
-    engines: list[Any] = [ServerConfig(trust_remote_code=on).engine(SamplingConfig()) for on in (False, True)]
+    engines = [make_engine(ServerConfig(trust_remote_code=on)) for on in (False, True)]
     assert "trust_remote_code" not in engines[0].vllm_kwargs
     assert engines[1].vllm_kwargs == {"trust_remote_code": True}
 
 
 def test_data_parallelism_is_the_engines_own_option() -> None:
-    engine: Any = ServerConfig(data_parallel_size=4, vllm_kwargs={"seed": 1}).engine(SamplingConfig(temperature=0.5))
+    engine = make_engine(ServerConfig(data_parallel_size=4, vllm_kwargs={"seed": 1}), temperature=0.5)
     assert engine.vllm_kwargs == {"data_parallel_size": 4, "seed": 1}
     assert (engine.temperature, engine.vllm_cfg.enable_sleep_mode) == (0.5, False)
 

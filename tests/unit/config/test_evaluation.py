@@ -8,7 +8,7 @@ from nemo_rl.config.collect import EvalRunConfig, model_directory_name
 from nemo_rl.config.loading import load_eval_config, resolved_yaml
 from nemo_rl.errors import ConfigError
 
-RECIPE = Path(__file__).parents[3] / "nemo_rl" / "recipes" / "eval.yaml"
+RECIPE = Path(__file__).parents[3] / "examples" / "configs" / "eval.yaml"
 
 
 def load(*overrides: str) -> EvalRunConfig:

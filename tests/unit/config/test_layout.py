@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.layout import DeviceSlot, Layout, make_layout
+from nemo_rl.config.layout import DeviceSlot, Layout
+from nemo_rl.config.layout_planner import make_layout
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.errors import ConfigError
 

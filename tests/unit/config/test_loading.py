@@ -7,7 +7,8 @@ import pytest
 
 from nemo_rl.config.environment import CustomEnvironmentConfig
 from nemo_rl.config.loading import load_config, resolved_yaml
-from nemo_rl.environments.single_turn import MathEnvironmentConfig, ReasoningGymEnvironmentConfig
+from nemo_rl.environments.math_answers import MathEnvironmentConfig
+from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironmentConfig
 from nemo_rl.errors import ConfigError
 from tests.unit.config.conftest import Load
 

@@ -87,7 +87,7 @@ def test_nemo_rls_megatron_section_is_accepted_with_its_differences_noted(
     assert section.pipeline_dtype == "bfloat16"
     assert section.optimizer is not None
     assert section.optimizer.min_lr == 5e-7
-    assert section.uses_distributed_optimizer
+    assert section.reduction_on("cuda", 2).divides_optimizer
     assert section.scheduler is not None
     assert section.scheduler.lr_warmup_iters == 13
     assert section.distributed_data_parallel_config.overlap_grad_reduce

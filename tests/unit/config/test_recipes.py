@@ -5,11 +5,11 @@ import pytest
 
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.loading import load_config, load_distillation_config, load_reward_model_config, resolved_yaml
+from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironmentConfig
 from nemo_rl.environments.scorers.reward_model import RewardModelScorerConfig
-from nemo_rl.environments.single_turn import ReasoningGymEnvironmentConfig
 
 REPOSITORY = Path(__file__).parents[3]
-RECIPES = REPOSITORY / "nemo_rl" / "recipes"
+RECIPES = REPOSITORY / "examples" / "configs"
 REWARD_MODEL = "rm_quickstart.yaml"  # of run_rm.py, which has a schema of its own
 OTHERS = (
     REWARD_MODEL,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.config.layout import DeviceSlot, Layout, make_layout
+from nemo_rl.config.layout import DeviceSlot, Layout
+from nemo_rl.config.layout_planner import make_layout
 from nemo_rl.config.loading import load_config, load_distillation_config
 from nemo_rl.config.master import DistillationRunConfig
 from nemo_rl.errors import ConfigError

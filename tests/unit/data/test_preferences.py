@@ -6,15 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nemo_rl import batch as keys
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.config.supervised import PreferenceDataConfig
+from nemo_rl.config.supervised_runs import DPOConfig, PreferenceDataConfig
 from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.example_sets import ExampleSet
 from nemo_rl.data.preferences import Preference, encode_preferences, load_preferences, read_preferences
-from nemo_rl.data.supervised import ExampleSet, SupervisedSample, make_pair_batch
-from nemo_rl.errors import DataError
-from nemo_rl.types import Message
+from nemo_rl.data.supervised_samples import SupervisedSample, make_pair_batch
+from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.loss_types import TokenScores
+from nemo_rl.losses.preference import PreferenceLoss
+from nemo_rl.policy.micro_batches import count_valid
+from nemo_rl.types import Message, TrainingBatch
 from tests.templates import byte_tokenizer
 
 QUESTION = (Message("user", "q"),)
@@ -130,8 +135,8 @@ def test_datasets_of_the_hub_are_read_from_files_of_their_schema(
 
 
 def test_helpsteer_in_supervised_training_is_still_the_preferred_answer(tmp_path: Path) -> None:
-    from nemo_rl.config.supervised import SFTDataConfig
-    from nemo_rl.data.supervised import load_conversations
+    from nemo_rl.config.supervised_runs import SFTDataConfig
+    from nemo_rl.data.conversations import load_conversations
 
     write(tmp_path / "hub" / "train.jsonl", *HELPSTEER)
     data = {"train": {"dataset_name": "HelpSteer3", "data_path": str(tmp_path / "hub")}}
@@ -169,6 +174,29 @@ def test_pairs_with_a_long_side_are_dropped_and_counted(caplog: pytest.LogCaptur
     assert "dropped 1 of 2 pairs with more than 100 tokens on a side" in caplog.text
     with pytest.raises(DataError, match="pairs: no pair has at most 100 tokens"):
         encode_preferences(encoder, ExampleSet("pairs", pairs[1:]), max_tokens=100)
+
+
+def test_a_masked_pair_keeps_its_place_without_weight_in_the_loss() -> None:
+    encoder = ChatEncoder(byte_tokenizer("zephyr"))
+    pairs = [Preference(QUESTION, "a", "b"), Preference(QUESTION, "a", "b" * 200), Preference(QUESTION, "cc", "d")]
+    dataset = encode_preferences(encoder, ExampleSet("pairs", pairs), max_tokens=100, overlong="mask")
+    assert (len(dataset.samples), dataset.num_overlong, dataset.num_dropped) == (3, 1, 0)
+    batch = make_pair_batch(dataset.samples)
+    assert batch[keys.SAMPLE_MASK].tolist() == [1, 1, 0, 0, 1, 1]
+    others = make_pair_batch([dataset.samples[0], dataset.samples[2]])
+
+    def loss(pairs: TrainingBatch, rows: list[int]) -> float:
+        shape = pairs[keys.TOKEN_IDS].shape
+        logprobs = torch.arange(6.0)[rows, None].expand(shape) / -10
+        pairs[keys.REFERENCE_LOGPROBS] = torch.zeros(shape)
+        normalizer = count_valid(pairs, torch.arange(len(pairs)))
+        return float(PreferenceLoss(DPOConfig(sft_loss_weight=0.5))(TokenScores(logprobs), pairs, normalizer)[0])
+
+    assert loss(batch, [0, 1, 2, 3, 4, 5]) == loss(others, [0, 1, 4, 5])
+    with pytest.raises(ConfigError, match=r"max_input_seq_length = 100: pair 1 of 'pairs' has \d+ tokens on a side"):
+        encode_preferences(encoder, ExampleSet("pairs", pairs), max_tokens=100, overlong="refuse")
+    with pytest.raises(DataError, match="no pair has at most 100 tokens"):
+        encode_preferences(encoder, ExampleSet("pairs", pairs[1:2]), max_tokens=100, overlong="mask")
 
 
 def test_a_batch_has_the_rows_of_a_pair_in_one_group() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
-from nemo_rl.data.datasets import load_datasets
-from nemo_rl.data.prompts import Blend, InMemoryPrompts, PromptLoader, fingerprint
+from nemo_rl.data.prompt_loader import PromptLoader, fingerprint
+from nemo_rl.data.prompt_sets import load_prompt_sets
+from nemo_rl.data.prompts import Blend, InMemoryPrompts
 from nemo_rl.errors import DataError
 from nemo_rl.types import Message, Prompt
 
@@ -61,7 +62,7 @@ def blended(tmp_path: Path) -> Blend:
     rows = DatasetConfig(dataset_name="nemo_gym", data_path=str(tmp_path / "gym.jsonl"))
     held_out = DatasetConfig(dataset_name="nemo_gym", data_path=str(tmp_path / "held_out.jsonl"))
     plain = DatasetConfig(dataset_name="jsonl", data_path=str(tmp_path / "plain.jsonl"))
-    train, _ = load_datasets(DataConfig(train=[rows, plain, rows], validation=held_out), run_seed=0)
+    train, _ = load_prompt_sets(DataConfig(train=[rows, plain, rows], validation=held_out), run_seed=0)
     assert isinstance(train.prompts, Blend)
     assert (train.task_names, train.agent_names) == ({"nemo_gym", "math"}, {"a"})
     return train.prompts
@@ -90,7 +91,7 @@ def test_the_loader_takes_a_blend_as_it_takes_prompts(blended: Blend) -> None:
 def test_a_set_is_repeated_as_often_as_its_section_says(tmp_path: Path) -> None:
     path = tmp_path / "plain.jsonl"
     path.write_text('{"input": "x", "output": "y"}\n{"input": "z", "output": "y"}\n')
-    train, _ = load_datasets(
+    train, _ = load_prompt_sets(
         DataConfig(train=DatasetConfig(dataset_name="jsonl", data_path=str(path), repeat=2)), run_seed=0
     )
     assert contents(train.prompts) == "xzxz"
@@ -116,8 +117,8 @@ ROW = {
 LOAD = """
 import json, resource, sys, time
 from nemo_rl.config.data import DataConfig, DatasetConfig
-from nemo_rl.data.datasets import load_datasets
-from nemo_rl.data.prompts import PromptLoader
+from nemo_rl.data.prompt_sets import load_prompt_sets
+from nemo_rl.data.prompt_loader import PromptLoader
 
 def megabytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -125,7 +126,7 @@ def megabytes():
 before, began = megabytes(), time.perf_counter()
 section = DatasetConfig(dataset_name="nemo_gym", data_path=sys.argv[1])
 held_out = DatasetConfig(**{**section.model_dump(), "size": 10})
-train, _ = load_datasets(DataConfig(train=section, validation=held_out), run_seed=0)
+train, _ = load_prompt_sets(DataConfig(train=section, validation=held_out), run_seed=0)
 loader = PromptLoader(train.prompts, shuffle=True, seed=0, max_epochs=2)
 loaded_s = time.perf_counter() - began
 for _ in range(20):
@@ -156,60 +157,3 @@ def test_rows_of_a_file_are_not_held_in_memory(tmp_path: Path) -> None:
 def test_a_file_of_300_megabytes_takes_less_than_50(tmp_path: Path) -> None:
     figures = growth_over(tmp_path / "rows.jsonl", 300_000_000)
     assert figures["growth"] < 50, figures
-
-
-PROMPTS = tuple(Prompt(f"p{i}", "math", (Message("user", str(i)),)) for i in range(7))
-
-
-def loader(prompts=PROMPTS, *, shuffle=True, seed=3, max_epochs=3) -> PromptLoader:
-    return PromptLoader(prompts, shuffle=shuffle, seed=seed, max_epochs=max_epochs)
-
-
-def ids(taken) -> list[tuple[str, int]]:
-    return [(each.prompt.prompt_id, each.epoch) for each in taken]
-
-
-def test_unshuffled_prompts_cross_epochs_in_order():
-    ordered = loader(shuffle=False)
-    assert ids(ordered.take(5)) == [(f"p{i}", 0) for i in range(5)]
-    assert ids(ordered.take(4)) == [("p5", 0), ("p6", 0), ("p0", 1), ("p1", 1)]
-    assert (ordered.consumed, ordered.epoch) == (9, 1)
-
-
-def test_last_batch_is_short_and_then_nothing_comes():
-    spent = loader(max_epochs=1)
-    assert [len(spent.take(3)) for _ in range(4)] == [3, 3, 1, 0]
-    assert (spent.consumed, spent.epoch) == (7, 1)
-
-
-def test_each_epoch_holds_every_prompt_once_in_its_own_order():
-    shuffled = loader()
-    epochs = [[name for name, _ in ids(shuffled.take(7))] for _ in range(3)]
-    assert [sorted(epoch) for epoch in epochs] == [sorted(p.prompt_id for p in PROMPTS)] * 3
-    assert epochs[0] != epochs[1]
-
-
-def test_order_depends_on_the_seed_alone():
-    assert ids(loader().take(14)) == ids(loader().take(14))
-    assert ids(loader().take(14)) != ids(loader(seed=4).take(14))
-
-
-@pytest.mark.parametrize("taken_before", [0, 1, 7, 10, 21])
-def test_resumed_loader_goes_on_as_the_uninterrupted_one(taken_before):
-    uninterrupted = loader()
-    uninterrupted.take(taken_before)
-    resumed = loader()
-    resumed.load_state_dict(uninterrupted.state_dict())
-    assert resumed.consumed == taken_before
-    assert ids(resumed.take(21)) == ids(uninterrupted.take(21))
-
-
-@pytest.mark.parametrize("other", [loader(PROMPTS[:-1]), loader(seed=4), loader(shuffle=False)])
-def test_state_of_other_data_or_another_order_is_refused(other):
-    with pytest.raises(DataError, match="other training prompts"):
-        other.load_state_dict(loader().state_dict())
-
-
-def test_no_prompts_are_refused():
-    with pytest.raises(DataError, match="no prompts"):
-        loader(())

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl.data.rows import RowFile, read_jsonl
 from nemo_rl.errors import DataError
-from nemo_rl.experience.records import encode_json_line
+from nemo_rl.experience.rollout_rows import encode_json_line
 
 HALF_PAIRS = "high \ud83d, low \ude00 \\ud83d"
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private import ray_constants
 
 from nemo_rl.distributed.cluster import (
     OBJECT_STORE_BYTES,
     TOKEN,
     TOKEN_FILE,
+    UV_RUN,
     cluster_address,
     connect,
     ensure_token,
@@ -42,6 +44,22 @@ def test_local_cluster_has_the_object_store_that_a_step_needs(
     monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
     connect(object_store_bytes=needed)
     assert [options["object_store_memory"] for options in started] == [size]
+
+
+@pytest.mark.parametrize(("variable", "builds_again"), [(None, False), ("1", True)])
+def test_workers_share_the_environment_of_uv_run_unless_the_user_asks_for_rays_own(
+    variable: str | None, builds_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+    monkeypatch.delenv(UV_RUN, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(UV_RUN, variable)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_constants, UV_RUN, True)  # as Ray sets it when a user's module imports Ray first
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: found.append(getattr(ray_constants, UV_RUN)))
+    connect()
+    assert found == [builds_again]
 
 
 def test_node_with_a_smaller_store_is_named(caplog: pytest.LogCaptureFixture) -> None:

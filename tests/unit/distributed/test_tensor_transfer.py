@@ -2,10 +2,13 @@
 
 import gc
 import multiprocessing
+import os
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from nemo_rl.distributed import tensor_transfer
 from nemo_rl.distributed.tensor_transfer import (
     Piece,
     Rendezvous,
+    StreamBroken,
     TensorStream,
     device_name,
     fill,
@@ -115,6 +119,58 @@ def test_receiver_whose_sender_does_not_come_names_it():
     meeting = Rendezvous("127.0.0.1")
     with pytest.raises(WorkerError, match="the sender, engine 0 worker 0 did not join"):
         join(meeting.port, MEMBERS[2], timeout_s=0.5)
+
+
+@pytest.mark.parametrize("hung", [MEMBERS[1:2], MEMBERS[2:], MEMBERS[1:]])
+def test_a_member_that_hangs_in_a_broadcast_is_named_with_the_time_and_the_others_are_told(
+    hung: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_transfer, "CHUNK_BYTES", 100)
+    meeting, is_over = Rendezvous("127.0.0.1"), threading.Event()
+
+    def take_part(name: str) -> None:
+        received = join(meeting.port, name, timeout_s=2.0).receive()
+        for index, _ in enumerate(received):
+            if name in hung and index == 1:
+                is_over.wait(DEADLINE_S)
+                return
+
+    with ThreadPoolExecutor(2) as threads:
+        members = {name: threads.submit(take_part, name) for name in MEMBERS[1:]}
+        stream = join(meeting.port, MEMBERS[0], timeout_s=2.0)
+        try:
+            with pytest.raises(StreamBroken, match=f"^{', '.join(hung)} took no part in a broadcast within 2 s: "):
+                stream.send(tensors(1))
+            for name in set(members) - set(hung):
+                with pytest.raises(StreamBroken, match=f"^{name} saw no end of a broadcast within 2 s: "):
+                    members[name].result(DEADLINE_S)
+        finally:
+            is_over.set()
+
+
+def test_nccl_groups_raise_errors_in_place_of_ending_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group itself needs a GPU; torch reads the variable in its constructor."""
+    seen: list[str | None] = []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, *arguments: Any) -> None:
+            seen.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
+            raise ValueError("no GPUs found")
+
+    monkeypatch.setattr(tensor_transfer.dist, "ProcessGroupNCCL", Group)
+    meeting = Rendezvous("127.0.0.1")
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+        with pytest.raises(StreamBroken, match="no GPUs found"):
+            TensorStream(
+                "127.0.0.1", meeting.port, group=0, members=("alone",), name="alone", backend="nccl", timeout_s=5.0,
+                device=torch.device("cpu"),
+            )  # fmt: skip
+        assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
+    assert seen == ["1", "1"]
 
 
 CPU = torch.device("cpu")

@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 
 import nemo_rl.errors
-from nemo_rl.commands import ExitCode
+from nemo_rl.command_line import ExitCode
 from nemo_rl.config.loading import load_config
 from nemo_rl.errors import ConfigError, NemoRLError
 from tests.unit.docs.pages import PAGES, ROOT, fenced_blocks, normalized, quoted_errors, tables, text_of
 
-QUICKSTART = ROOT / "nemo_rl" / "recipes" / "quickstart.yaml"
+QUICKSTART = ROOT / "examples" / "configs" / "quickstart.yaml"
 EIGHT_GPUS = "policy.device=cuda cluster.gpus_per_node=8 "
 SPLIT = "policy.generation.colocated.enabled=false policy.generation.colocated.resources.gpus_per_node=4 "
 
 # (page, overrides of the quickstart): the page quotes the refusal word for word.
 REFUSALS = [
     ("README.md", "grpo.num_prompt_per_step=4"),
-    ("README.md", "policy.train_global_batch_size=7"),
     (
         "agents.md",
         "++env.asker.type=agent ++env.asker.function=examples.agents.single_turn:ask ++env.asker.scored_by=asker",
@@ -58,14 +57,14 @@ REFUSALS = [
     ),
     ("generation.md", "policy.generation.backend=hf policy.generation.in_actor=true"),
     ("generation.md", "policy.generation.backend=sglang"),
-    ("packing.md", "policy.sequence_packing.enabled=true policy.dynamic_batching.enabled=true"),
+    ("policy.md", "policy.sequence_packing.enabled=true policy.dynamic_batching.enabled=true"),
     (
-        "packing.md",
+        "policy.md",
         "policy.sequence_packing.enabled=true policy.max_total_sequence_length=512 "
         "policy.sequence_packing.train_mb_tokens=511",
     ),
     (
-        "packing.md",
+        "policy.md",
         "policy.sequence_packing.enabled=true policy.sequence_packing.share_prefixes=true "
         "policy.megatron_cfg.enabled=true",
     ),
@@ -122,8 +121,9 @@ NEED_MORE = {
         "policy.megatron_cfg.tensor_model_parallel_size",
         "policy.megatron_cfg.pipeline_model_parallel_size",
     },
-    "packing.md": {"policy.sequence_packing.enabled", "policy.sequence_packing.share_prefixes"},
     "policy.md": {
+        "policy.sequence_packing.enabled",
+        "policy.sequence_packing.share_prefixes",
         "policy.optimizer.kwargs.lrr",
         "policy.optimizer.name",
         "policy.optimizer.kwargs",
@@ -134,7 +134,7 @@ NEED_MORE = {
         "policy.dtensor_cfg.tensor_parallel_size",
         "policy.dtensor_cfg.lora_cfg.target_modules",
     },
-    "sft.md": {"policy.tokenizer.chat_template"},
+    "supervised.md": {"policy.tokenizer.chat_template"},
     "weight_sync.md": {"weight_sync.transport"},
 }
 

@@ -12,9 +12,9 @@ from nemo_rl.config.collect import CollectRunConfig, EvalRunConfig
 from nemo_rl.config.keys import union_members
 from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig
-from nemo_rl.config.submit import SubmitRunConfig, SubmitTrainingConfig
-from nemo_rl.config.supervised import DPORunConfig, RewardModelRunConfig, SFTRunConfig
-from tests.unit.docs.pages import CODE, WRITTEN, Table, code_spans, fenced_blocks, tables
+from nemo_rl.config.supervised_runs import DPORunConfig, RewardModelRunConfig, SFTRunConfig
+from nemo_rl.jobs.slurm_config import SubmitRunConfig, SubmitTrainingConfig
+from tests.unit.docs.pages import CODE, PAGES, WRITTEN, Table, code_spans, fenced_blocks, tables
 
 SCHEMAS = (
     GRPORunConfig,
@@ -161,7 +161,7 @@ def _all_keys(schema: type[Section], path: str = "") -> Iterator[str]:
 
 
 def test_no_key_is_undocumented() -> None:
-    texts = [page.read_text(encoding="utf-8") for page in WRITTEN]
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
     spans = [span for text in texts for span in (*code_spans(text), *(block for _, block in fenced_blocks(text)))]
     words = {word for span in spans for word in re.findall(r"\w+", span)}
     keys = {key for schema in SCHEMAS for key in _all_keys(schema)}

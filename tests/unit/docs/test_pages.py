@@ -55,9 +55,10 @@ def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
     assert broken == []
 
 
-def test_every_page_is_linked_from_the_index_and_is_in_the_navigation() -> None:
+def test_every_page_is_linked_from_the_index_or_from_the_decisions_and_is_in_the_navigation() -> None:
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - {"index.md"}
-    assert pages - {target.partition("#")[0] for target in links(text_of("index.md"))} == set()
+    listed = [target for page in ("index.md", "decisions.md") for target in links(text_of(page))]
+    assert pages - {target.partition("#")[0] for target in listed} == set()
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     assert sorted(_leaves(navigation)) == sorted(pages | {"index.md"})
 
@@ -91,6 +92,22 @@ def _exists(name: str, code: str) -> bool:
 
 def _files() -> list[Path]:
     return [path for top in TOPS for path in top.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_quoted_log_line_names_a_module(page: Path) -> None:
+    names = set(re.findall(r"(?:INFO|WARNING|ERROR) (nemo_rl[\w.]*):", page.read_text(encoding="utf-8")))
+    paths = {name: ROOT / name.replace(".", "/") for name in names}
+    assert [name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())] == []
+
+
+def test_every_page_that_a_source_names_exists() -> None:
+    named = {name for path in _files() if path.suffix in (".py", ".yaml", "") for name in _pages_named_in(path)}
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def _pages_named_in(path: Path) -> list[str]:
+    return re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text(encoding="utf-8", errors="ignore"))
 
 
 def test_the_glossary_names_types_where_they_are() -> None:

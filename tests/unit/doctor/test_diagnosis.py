@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.commands import run_command
+from nemo_rl.command_line import run_command
 from nemo_rl.doctor import diagnosis
 from nemo_rl.doctor.diagnosis import DOCTOR, diagnose
 from nemo_rl.doctor.facts import (
@@ -20,7 +20,6 @@ from nemo_rl.doctor.facts import (
     RecipeFacts,
     probe_disk,
     probe_gym_python,
-    probe_machine,
     probe_model,
     probe_recipe,
     probe_rows,
@@ -38,6 +37,8 @@ SOUND = Facts(
     has_tensorboard=True,
     has_megatron=True,
     torch_cuda="13.0",
+    torch_architectures=("sm_75", "sm_80", "sm_90"),
+    compiler_problem=None,
     driver=None,
     gpus=(),
     without_peer_access=(),
@@ -62,7 +63,7 @@ SOUND = Facts(
     has_wandb_key=True,
     wandb_mode=None,
 )
-GPU = Gpu(0, total_bytes=80 * GIB, used_bytes=0)
+GPU = Gpu(0, total_bytes=80 * GIB, used_bytes=0, capability=(9, 0))
 CUDA = replace(SOUND, has_vllm_cpu=False, has_vllm_cuda=True, driver="580.65.06", gpus=(GPU, replace(GPU, index=1)))
 RECIPE = RecipeFacts(num_gpus=2, models={"policy.model_name": ModelFacts("org/model")})
 
@@ -100,6 +101,16 @@ FAULTS: dict[str, tuple[Facts, str, str]] = {
     "GPU in use": (replace(CUDA, gpus=(replace(GPU, used_bytes=40 * GIB),)), "40.0 of 80 GiB", "nvidia-smi"),
     "ECC errors": (replace(CUDA, gpus=(replace(GPU, ecc_errors=3),)), "3 uncorrected", "ECC"),
     "unequal GPUs": (replace(CUDA, gpus=(GPU, replace(GPU, total_bytes=GIB))), "different memories", "equal ones"),
+    "V100": (
+        replace(CUDA, gpus=(replace(GPU, capability=(7, 0)),)),
+        "GPU 0 is sm_70, and torch is built for sm_75, sm_80, sm_90",
+        "a torch that is built for sm_70",
+    ),
+    "no compiler": (
+        replace(CUDA, compiler_problem="Triton needs a C compiler, and there is no gcc: apt-get install gcc"),
+        "there is no gcc",
+        "apt-get install gcc",
+    ),
     "no peer access": (replace(CUDA, without_peer_access=("0-1",)), "between GPUs 0-1", "topo -p2p"),
     "one core": (replace(SOUND, num_cpus=1), "one core", "two or more"),
     "little memory": (replace(SOUND, free_memory=GIB), "1.0 GiB of memory", "4 GiB"),
@@ -159,6 +170,8 @@ def test_forty_faults_are_planted() -> None:
         of_recipe(SOUND),  # NeMo-RL's recipes name GPUs; on a machine without them they run on the CPU
         of_model(needs_download=True),
         replace(SOUND, proxy="http_proxy", skips_proxy=True),
+        replace(SOUND, compiler_problem="no gcc: apt-get install gcc"),  # a CPU needs none
+        replace(CUDA, gpus=(replace(GPU, capability=None),)),
         replace(SOUND, ray_address="h:6379", ray_processes=(41,)),
         of_recipe(replace(CUDA, has_wandb_key=False, wandb_mode="offline"), asks_wandb=True),
     ],
@@ -168,7 +181,7 @@ def test_a_sound_machine_raises_no_alarm(facts: Facts) -> None:
 
 
 def test_this_machine_is_measured_without_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = probe_machine()
+    facts = Facts()
     assert facts.num_cpus >= 1
     assert facts.free_memory > 0
     assert facts.summary().startswith("Python 3.")
@@ -176,11 +189,11 @@ def test_this_machine_is_measured_without_error(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_faults_are_json_and_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(diagnosis, "probe_machine", lambda recipe: replace(SOUND, has_vllm_cpu=False))
+    monkeypatch.setattr(diagnosis, "Facts", lambda recipe: replace(SOUND, has_vllm_cpu=False))
     assert run_command(DOCTOR, ["--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)
     assert finding["subject"] == "engine"
-    monkeypatch.setattr(diagnosis, "probe_machine", lambda recipe: SOUND)
+    monkeypatch.setattr(diagnosis, "Facts", lambda recipe: SOUND)
     assert run_command(DOCTOR, []) == 0
     assert capsys.readouterr().out.endswith("no faults\n")
 

@@ -1,7 +1,9 @@
 """Environments and reward functions as a user writes them, found by the tests through their dotted paths."""
 
 import asyncio
+import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -53,12 +55,62 @@ def ends(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
             os.abort()
         case "block":
             threading.Event().wait()
+        case "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
     return 1.0
 
 
 async def ends_async(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
     await asyncio.sleep(0)
     return ends(messages, metadata)
+
+
+async def ends_loop(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
+    """End the event loop or the tasks on it, in the way that the state names."""
+    await asyncio.sleep(0.05)  # until all items run
+    how, task = metadata.get("how"), asyncio.current_task()
+    assert task is not None
+    if how == "stop":
+        asyncio.get_running_loop().stop()
+    elif how == "stop later":
+        asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)
+        await asyncio.sleep(0.05)
+    elif how == "cancel all":
+        for each in asyncio.all_tasks():
+            each.cancel()
+    elif how == "cancel all, errors ignored":
+        for each in asyncio.all_tasks():
+            with contextlib.suppress(Exception):
+                each.cancel()
+        await asyncio.sleep(0.05)
+    elif how == "cancel all from a task":
+        await asyncio.create_task(ends_loop(messages, {"how": "cancel all"}))
+    elif how == "cancel itself":
+        task.cancel()
+    elif how == "legitimate":
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await asyncio.Event().wait()
+        own = asyncio.create_task(asyncio.sleep(60))
+        await asyncio.sleep(0)
+        own.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 0.01)
+    await asyncio.sleep(0.05)
+    return 1.0
+
+
+class EndsLoopEnvironment:
+    """Our own protocol: `ends_loop` of the state of its first item."""
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[EnvStep]:
+        await ends_loop([], dict(states[0]))
+        return [EnvStep(rewards={"mine": 1.0})] * len(conversations)
+
+    async def close(self) -> None:
+        pass
 
 
 class EndsEnvironment:
@@ -196,3 +248,8 @@ def hang_or_die(what: str) -> str:
     if what == "raise":
         raise KeyError("lost")
     return what
+
+
+def evaluate_response(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
+    """Evaluate a response, which belongs in the sandbox."""
+    return float(eval(messages[-1]["content"]))

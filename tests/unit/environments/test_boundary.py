@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,20 @@ OWN_FAILURE = Failure(FailureClass.REWARD, "its own")
 
 def test_good_results_and_failures_pass() -> None:
     assert step_two([GOOD, OWN_FAILURE]) == [GOOD, OWN_FAILURE]
+
+
+@pytest.mark.parametrize("name", ["a", "verifier_timeout", "a" * 64])
+def test_response_fault_leaves_the_reward_as_it_is(name: str) -> None:
+    faulty = replace(GOOD, response_fault=name)
+    assert step_two([faulty, GOOD]) == [faulty, GOOD]
+
+
+@pytest.mark.parametrize("name", ["", "a" * 65, "verifier_timeout\n", "Timeout", "é"])
+def test_response_fault_that_is_no_name_fails_its_item(name: str) -> None:
+    bad, good = step_two([replace(GOOD, response_fault=name), GOOD])
+    assert isinstance(bad, Failure)
+    assert bad.failure_class is FailureClass.ENVIRONMENT
+    assert good == GOOD
 
 
 @pytest.mark.parametrize(
@@ -83,6 +98,18 @@ def test_result_of_another_type_fails_its_item(result: Any, name: str) -> None:
     ("step", "problem"),
     [
         (EnvStep(rewards=(1.0,)), "rewards and state of an EnvStep must be mappings"),  # type: ignore[arg-type]
+        (
+            EnvStep(response_fault="verifier timeout"),
+            "response_fault is 'verifier timeout', not None or a name of at most 64 letters a to z and underscores",
+        ),
+        (
+            EnvStep(response_fault="a/b"),
+            "response_fault is 'a/b', not None or a name of at most 64 letters a to z and underscores",
+        ),
+        (
+            EnvStep(response_fault=1),  # type: ignore[arg-type]
+            "response_fault is 1, not None or a name of at most 64 letters a to z and underscores",
+        ),
         (EnvStep(state=None), "rewards and state of an EnvStep must be mappings"),  # type: ignore[arg-type]
         (EnvStep(observation=("hello",)), "the observation of an EnvStep must hold Messages"),  # type: ignore[arg-type]
     ],

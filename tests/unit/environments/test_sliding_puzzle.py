@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
-from nemo_rl.data.datasets import load_datasets
+from nemo_rl.data.prompt_sets import load_prompt_sets
 from nemo_rl.environments.sliding_puzzle import (
     OPPOSITES,
     SlidingPuzzleEnvironment,
@@ -101,7 +101,7 @@ def test_data_set_of_puzzles_shows_the_board_and_carries_the_state() -> None:
     section = DatasetConfig(
         dataset_name=PATH, env_name="sliding_puzzle", size=20, task_kwargs={"size": 3, "shuffle_moves": 9}
     )
-    train, (held_out,) = load_datasets(DataConfig(train=section, validation=section), run_seed=7)
+    train, (held_out,) = load_prompt_sets(DataConfig(train=section, validation=section), run_seed=7)
     assert train.prompts[0].task_name == "sliding_puzzle"
     assert len(train.prompts) > 10
     for prompt in train.prompts:
@@ -114,4 +114,4 @@ def test_data_set_of_puzzles_shows_the_board_and_carries_the_state() -> None:
 def test_difficulty_that_no_puzzle_has_is_a_config_error(kwargs: dict[str, Any]) -> None:
     section = DatasetConfig(dataset_name=PATH, task_kwargs=kwargs)
     with pytest.raises(ConfigError, match=r"data\.train\.task_kwargs"):
-        load_datasets(DataConfig(train=section), run_seed=0)
+        load_prompt_sets(DataConfig(train=section), run_seed=0)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.environments.tools import ToolsEnvironment, ToolsEnvironmentConfig, answers_match, calculate, tools_prompt
+from nemo_rl.environments.registry import make_environment
+from nemo_rl.environments.tools import ToolsEnvironment, ToolsEnvironmentConfig, answers_match, tools_prompt
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
 STATE = {"answer": "1,024"}
@@ -93,57 +94,6 @@ def test_prompt_shows_how_each_tool_is_called() -> None:
     assert "python" not in tools_prompt(["calculator"])
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("2 * (3 + 4)", "14"),
-        ("7 / 2", "3.5"),
-        ("7 // 2 - -1", "4"),
-        ("2^10", "1024"),
-        ("2 ** -1", "0.5"),
-        ("sqrt(16) + max(1, 2, 3)", "7"),
-        ("gcd(12, 18) * round(2.6)", "18"),
-        ("round(3.14159, 2)", "3.14"),
-        ("2 * pi", "6.28318530718"),
-        ("9 ** 99", str(9**99)),
-        (" 0.1 + 0.2 ", "0.3"),
-        ("-" * 101 + "1", "-1"),
-    ],
-)
-def test_value_of_an_expression(expression: str, value: str) -> None:
-    assert calculate(expression) == value
-
-
-@pytest.mark.parametrize(
-    ("expression", "problem"),
-    [
-        ("9 ** 9 ** 9", "too large"),
-        ("9 ** 9 ** 9 ** 9", "too large"),
-        ("10 ** 1000 * 10 ** 1000", "too large"),
-        ("1e308 * 10", "too large"),
-        ("exp(1000)", "range"),
-        ("round(5, -1000000000)", "at most 15 digits"),
-        ("1 / 0", "division by zero"),
-        ("(-8) ** 0.5", "complex"),
-        ("__import__('os')", "not arithmetic"),
-        ("().__class__", "not arithmetic"),
-        ("[1] * 10", "not arithmetic"),
-        ("'a' * 10", "not arithmetic"),
-        ("True + 1", "not arithmetic"),
-        ("x + 1", "not arithmetic"),
-        ("sqrt()", "argument"),
-        ("sqrt(-1)", "math domain error|nonnegative"),
-        ("1 +", "not an expression"),
-        ("", "not an expression"),
-        ("1" * 501, "longer than 500"),
-        ("(" * 400, "too many nested|not an expression"),
-    ],
-)
-def test_what_is_refused_raises_value_error(expression: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        calculate(expression)
-
-
 DEEP_DIRECTORIES = (
     '{"name": "python", "arguments": {"code": "import os\\nfor _ in range(3000): os.mkdir(\'d\'); os.chdir(\'d\')"}}'
 )
@@ -153,6 +103,11 @@ DEEP_DIRECTORIES = (
     ("call", "result"),
     [
         ("[" * 1000, "error: the call is"),
+        ('{"name": "\\ud800", "arguments": {}}', "error: there is no tool"),
+        ('{"name": "calculator", "arguments": {"expression": "\\ud800"}}', "error: "),
+        ('{"name": "python", "arguments": {"code": "\\ud800"}}', ""),
+        ('{"name": "python", "arguments": {"code": "\\u0000"}}', ""),
+        ('{"name": "python", "arguments": {"code": "# ' + "a" * 10_000_000 + '"}}', ""),
         ("[" * 100_000, "error: the call is nested too deeply"),
         ('{"a":' * 20_000, "error: the call is nested too deeply"),
         ('{"name": "calculator", "arguments": {"expression": "' + "(" * 240 + "1" + ")" * 240 + '"}}', "error: "),
@@ -166,6 +121,21 @@ def test_hostile_response_leaves_its_neighbours_alone(call: str, result: str) ->
     assert isinstance(hostile, EnvStep)
     assert hostile.observation[0].content.startswith(f"<result>\n{result}")
     assert neighbour == EnvStep(rewards={"tools": 1.0}, state=STATE, answer="1024")
+
+
+def test_call_that_breaks_its_tool_is_an_error_text_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(expression: str) -> str:
+        raise KeyError(expression)
+
+    monkeypatch.setattr("nemo_rl.environments.tools.calculate", broken)
+    (step,) = step_once(['<tool>{"name": "calculator", "arguments": {"expression": "1"}}</tool>'])
+    observation = (Message("user", "<result>\nerror: KeyError: '1'\n</result>"),)
+    expected = EnvStep(observation, {"tools": 0.0}, done=False, state=STATE, response_fault="broken_tool")
+    assert step == expected
+
+
+def test_calls_that_each_have_a_deadline_share_none() -> None:
+    assert make_environment("tools", ToolsEnvironmentConfig(timeout_s=0.001)).bounds_items
 
 
 def test_item_without_its_state_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,13 @@ import pytest
 from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.environments.blocking_calls import BlockingCalls
-from nemo_rl.environments.boundary import contain_exit
 from nemo_rl.environments.registry import make_environment
-from nemo_rl.environments.scorers.registry import CheckedScorer, score_each
+from nemo_rl.environments.scorers.checked_scorer import CheckedScorer, score_each
+from nemo_rl.environments.user_code import contain_exit
 from nemo_rl.errors import ConfigError, UserExitError
-from nemo_rl.interfaces import ScoreRequest
-from nemo_rl.types import EnvStep, Failure, FailureClass, Message
+from nemo_rl.experience.cancellation import run_async
+from nemo_rl.observability.user_code_record import UserCodeRecord, UserCodeSeen
+from nemo_rl.types import EnvStep, Failure, FailureClass, Message, ScoreRequest
 
 CUSTOM = "tests.unit.environments.custom"
 EXIT = "UserExitError: user code raised SystemExit(0), which ends no run"
@@ -65,11 +66,93 @@ def test_isolated_code_that_dies_or_blocks_fails_its_own_item(name: str) -> None
     assert isinstance(fine, EnvStep)
     for failure in (died, aborted):
         assert isinstance(failure, Failure)
-        assert failure.cause.endswith("step_in_process: its process died")
+        assert "make_step: its process died" in failure.cause
     assert isinstance(exits, Failure)
     assert exits.cause == EXIT
     assert isinstance(blocked, Failure)
     assert "did not finish in 10 s" in blocked.cause
+
+
+WAYS_TO_END_A_LOOP = ("stop", "cancel all", "cancel all, errors ignored", "cancel all from a task", "cancel itself")
+
+
+@pytest.mark.parametrize("name", ["ends_loop", "EndsLoopEnvironment"])
+@pytest.mark.parametrize("how", WAYS_TO_END_A_LOOP)
+def test_code_that_ends_the_loop_or_its_tasks_fails_its_own_rollout(name: str, how: str) -> None:
+    hows = ("", how, "legitimate", "stop later")
+
+    async def main() -> list[EnvStep | Failure]:
+        environment = make_environment("mine", read(name))
+        calls = [environment.step([(Message("assistant", "a"),)], [{"how": each}]) for each in hows]
+        results = await asyncio.gather(*calls)
+        await environment.close()
+        return [result for (result,) in results]
+
+    first, failed, *others = run_async(main())
+    assert isinstance(failed, Failure)
+    assert failed.cause.startswith("UserExitError: user code ")
+    assert failed.cause.endswith(", which ends no run")
+    assert [type(each) for each in (first, *others)] == [EnvStep] * 3
+
+
+@pytest.mark.parametrize("how", WAYS_TO_END_A_LOOP)
+def test_code_that_ends_the_loop_fails_its_own_item_of_a_call(how: str) -> None:
+    async def main() -> Sequence[EnvStep | Failure]:
+        environment = make_environment("mine", read("ends_loop"))
+        conversations = [(Message("assistant", "a"),)] * 3
+        return await environment.step(conversations, [{"how": ""}, {"how": how}, {"how": "legitimate"}])
+
+    fine, failed, other = run_async(main())
+    assert isinstance(failed, Failure)
+    assert [type(fine), type(other)] == [EnvStep] * 2
+
+
+def test_cancellation_of_a_rollout_and_a_deadline_still_reach_user_code() -> None:
+    ended: list[str] = []
+
+    async def user_code() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    async def main() -> None:
+        task = asyncio.create_task(contain_exit(user_code()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await contain_exit(user_code())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(contain_exit(user_code()), 0.01)
+
+    run_async(main())
+    assert ended == ["cancelled"] * 3
+
+
+DIES = """
+import asyncio, sys
+from pathlib import Path
+from nemo_rl.config.registries import ENVIRONMENTS
+from nemo_rl.environments.registry import make_environment
+from nemo_rl.observability.user_code_record import USER_CODE
+from nemo_rl.types import Message
+USER_CODE.open(Path(sys.argv[1]))
+section = ENVIRONMENTS.read({"type": "tests.unit.environments.custom:" + sys.argv[2]}, "mine", key="env.mine")
+state = {"how": sys.argv[3]}
+asyncio.run(make_environment("mine", section).step([(Message("assistant", "a"),)] * 2, [{"how": ""}, state]))
+"""
+
+
+@pytest.mark.parametrize("name", ["ends", "ends_async", "EndsEnvironment"])
+def test_user_code_that_ends_its_process_is_named_to_the_next(tmp_path: Path, name: str) -> None:
+    for how in ("os._exit", "abort", "terminate"):
+        words = [sys.executable, "-c", DIES if name != "EndsEnvironment" else DIES.replace('{"how": ""}', "state")]
+        subprocess.run([*words, str(tmp_path), name, how], cwd=Path(__file__).parents[3], check=False)
+        seen = UserCodeRecord().open(tmp_path)
+        assert seen == UserCodeSeen(f"{CUSTOM}:{name}", f"{CUSTOM}:{name}"), how
 
 
 def test_isolated_environment_in_actors_is_refused() -> None:
@@ -107,7 +190,7 @@ def test_exit_in_a_thread_is_no_exit() -> None:
 
 CTRL_C = """
 import asyncio, sys
-from nemo_rl.environments.boundary import contain_exit
+from nemo_rl.environments.user_code import contain_exit
 async def user_code():
     print("running", flush=True)
     while True:

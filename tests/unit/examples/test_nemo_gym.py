@@ -13,7 +13,7 @@ import pytest
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
 from nemo_rl.config.loading import load_collect_config, load_config, resolved_yaml
-from nemo_rl.data.datasets import load_datasets
+from nemo_rl.data.prompt_sets import load_prompt_sets
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 
 FOLDER = Path(__file__).parents[3] / "examples" / "nemo_gym"
@@ -73,7 +73,7 @@ def test_the_quickstarts_rows_are_two_environments_in_turn_and_fit_its_model(
     make_rows: ModuleType, tmp_path: Path
 ) -> None:
     assert make_rows.main(["quickstart", "--directory", str(tmp_path)]) == 0
-    train, (validation,) = load_datasets(
+    train, (validation,) = load_prompt_sets(
         DataConfig(
             train=DatasetConfig(dataset_name="nemo_gym", data_path=str(tmp_path / "quickstart_train.jsonl"), size=10),
             validation=DatasetConfig(dataset_name="nemo_gym", data_path=str(tmp_path / "quickstart_validation.jsonl")),

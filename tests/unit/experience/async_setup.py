@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal
 
-from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.prompts import PromptLoader
+from nemo_rl.config.shared_sections import RolloutConfig
+from nemo_rl.data.prompt_loader import PromptLoader
+from nemo_rl.data.prompt_screen import PromptScreen
 from nemo_rl.experience.async_source import AsyncSource
-from nemo_rl.experience.records import RolloutWriter
-from nemo_rl.experience.rollouts import RolloutLimits
-from nemo_rl.interfaces import CollectedGroups, GroupSource
-from nemo_rl.types import GenerationRequest
+from nemo_rl.experience.rollout_dependencies import RolloutLimits
+from nemo_rl.experience.rollout_writer import RolloutWriter
+from nemo_rl.interfaces import GroupSource
+from nemo_rl.types import CollectedGroups, GenerationRequest
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration
 from tests.unit.experience.rollout_setup import OPTIONS, VOCAB_SIZE, dependencies, prompt
@@ -54,9 +55,11 @@ def async_source(
     failures: RolloutConfig | None = None,
     writer: RolloutWriter | None = None,
     num_steps: int | None = None,
+    screen: PromptScreen | None = None,
 ) -> AsyncSource:
+    prompts = [prompt(i) for i in range(num_prompts)]
     return AsyncSource(
-        PromptLoader([prompt(i) for i in range(num_prompts)], shuffle=False, seed=0, max_epochs=epochs),
+        PromptLoader(prompts, shuffle=False, seed=0, max_epochs=epochs, screen=screen),
         dependencies(generation or engine(), {"game": environment or FakeEnvironment()}, limits=LIMITS),
         OPTIONS,
         num_prompts_per_step=batch,

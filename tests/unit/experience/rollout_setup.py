@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.boundary import CheckedEnvironment
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutLimits, RolloutOptions
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutLimits, RolloutOptions
 from nemo_rl.experience.scoring import Scoring
+from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.interfaces import Environment, Generation
 from nemo_rl.types import Message, Prompt, SamplingParams
 from tests.fakes.encoder import END, FakeEncoder

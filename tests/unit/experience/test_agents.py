@@ -1,8 +1,10 @@
 """Agents against a real gateway: from their calls to trajectories, and what their mistakes cost."""
 
+import ast
 import asyncio
 import json
 import os
+import shutil
 import sys
 import threading
 import urllib.request
@@ -15,15 +17,21 @@ import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from nemo_rl.config.run import GatewayConfig, RolloutConfig
-from nemo_rl.data.prompts import PromptLoader
+from nemo_rl.config.shared_sections import GatewayConfig, RolloutConfig
+from nemo_rl.data.prompt_loader import PromptLoader
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
-from nemo_rl.experience.agents import AgentRuntime, CommandAgent, FunctionAgent, IsolatedFunctionAgent
+from nemo_rl.experience.agent_runtime import AgentRuntime, RewardRange, make_agent
+from nemo_rl.experience.agents import AgentConfig
 from nemo_rl.experience.assembly import make_training_samples
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions, run_async_multi_turn_rollout
-from nemo_rl.experience.sources import SyncSource, run_rollouts
+from nemo_rl.experience.command_agent import CommandAgent
+from nemo_rl.experience.function_agent import FunctionAgent, IsolatedFunctionAgent
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
+from nemo_rl.experience.rollout_dispatch import run_rollouts
+from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
+from nemo_rl.experience.sync_source import SyncSource
+from nemo_rl.experience.turns import TRUNCATED_BEFORE_REWARD, RolloutJob
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import (
@@ -36,6 +44,7 @@ from nemo_rl.types import (
     StopReason,
     Trajectory,
 )
+from tests.fakes.agent_programs import ASK
 from tests.fakes.environments import FakeEnvironment
 from tests.unit.experience.rollout_setup import LIMITS, check_environment, jobs, prompt
 from tests.unit.gateway.engines import DEADLINE_S, SpeakingGeneration, codec_of, encoder_of, rules, tokens_of
@@ -132,10 +141,10 @@ async def ask_for_one(prompt: Prompt, base_url: str, api_key: str) -> float:
     return 1.0
 
 
-def post_reward(base_url: str, body: Mapping[str, Any]) -> None:
-    """As a harness would that knows the gateway's reward address."""
+def post_reward(base_url: str, key: str, body: Mapping[str, Any]) -> None:
+    """As a grader would that holds the run's key."""
     address = base_url.removesuffix("/v1") + "/reward"
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(address, json.dumps(body).encode(), headers)
     urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=DEADLINE_S).close()
 
@@ -189,31 +198,84 @@ def test_a_reward_is_a_number_or_numbers_by_name_or_a_result(returned: Any, rewa
             client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
         return returned
 
-    trajectory = rollout_of(agent, scorer=FakeEnvironment())
+    trajectory = rollout_of(agent)
     assert trajectory.rewards == rewards
     assert trajectory.answer == ("four" if isinstance(returned, AgentResult) else None)
 
 
-def test_rewards_of_single_calls_reach_the_samples_of_their_chains() -> None:
-    def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
-        with OpenAI(base_url=base_url, api_key=api_key, timeout=DEADLINE_S) as client:
-            for question, reward in (("one", 1), ("another", 0)):
-                done = client.chat.completions.create(model="m", messages=[{"role": "user", "content": question}])
-                post_reward(base_url, {"reward": reward, "completion_id": done.id})
+def reward_two_calls(prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
+    rewards = {}
+    with OpenAI(base_url=base_url, api_key=api_key, timeout=DEADLINE_S) as client:
+        for question, reward in (("one", 1), ("another", 0)):
+            done = client.chat.completions.create(model="m", messages=[{"role": "user", "content": question}])
+            rewards[done.id] = {"reward": reward}
+    return AgentResult(call_rewards=rewards)
 
-    trajectory = rollout_of(agent, scorer=FakeEnvironment(), trajectory_selection="all")
+
+def test_rewards_of_single_calls_reach_the_samples_of_their_chains() -> None:
+    trajectory = rollout_of(reward_two_calls, trajectory_selection="all")
     samples = make_training_samples(trajectory, trajectory_id=0, group_id=0, reward=trajectory.reward)
     questions = [log[0].message.content for log in trajectory.chains]
     assert dict(zip(questions, [sample.reward for sample in samples], strict=True)) == {"one": 1.0, "another": 0.0}
     assert trajectory.rewards == {"reward": 0.5}
 
 
-def test_a_posted_reward_counts_before_the_scorers() -> None:
-    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
-        await ask(prompt, base_url, api_key)
-        await asyncio.to_thread(post_reward, base_url, {"rewards": {"posted": 3}})
+def test_a_reward_posted_with_the_runs_key_counts_if_the_agent_gives_none() -> None:
+    async def body(setup: Setup) -> None:
+        async def agent(prompt: Prompt, base_url: str, api_key: str) -> float | None:
+            await ask(prompt, base_url, api_key)
+            await asyncio.to_thread(post_reward, base_url, setup.manager.api_key, {"rewards": {"posted": 3}})
+            return None if prompt.prompt_id == "p0" else 1.0
 
-    assert rollout_of(agent, scorer=FakeEnvironment()).rewards == {"posted": 3.0}
+        runtime = replace(setup.dependencies.agents["game"], agent=FunctionAgent("game", agent))
+        dependencies = replace(setup.dependencies, agents={"game": runtime})
+        trajectories = await run_agent_rollouts(jobs(2), dependencies, setup.options)
+        assert [trajectory.rewards for trajectory in trajectories] == [{"posted": 3.0}, {"game": 1.0}]
+
+    use(ask, body)
+
+
+@pytest.mark.parametrize("agent", [ask_for_one, reward_two_calls])
+def test_with_a_scoring_environment_no_other_reward_counts(
+    agent: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    trajectories = rollouts_of(agent, 2, scorer=FakeEnvironment(), trajectory_selection="all")
+    assert [trajectory.rewards for trajectory in trajectories] == [{"length": 5.0}] * 2
+    assert [trajectory.chain_rewards for trajectory in trajectories] == [()] * 2
+    assert caplog.text.count("of an agent: only env.game.scored_by rewards it") == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "cause"),
+    [
+        (100.5, "reward 'game' is 100.5, not between env.game.reward_min = -100 and env.game.reward_max = 100"),
+        (-1e300, "reward 'game' is -1e+300, not between"),
+        (10**400, "reward 'game' is 1000"),
+        ({"a": 60, "b": 60}, "the sum of 2 rewards is 120.0, not between"),
+        (AgentResult(rewards=1.0), "rewards are 1.0, not numbers by name"),  # type: ignore[arg-type]
+        (AgentResult(call_rewards={"no-such-id": {"a": 1}}), "call_rewards: no completion 'no-such-id'"),
+        (AgentResult(call_rewards={"x": {"a": 1e300}}), "reward 'a' is 1e+300, not between"),
+        (AgentResult(call_rewards=[1]), "call_rewards are [1], not rewards by completion id"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_reward_out_of_range_fails_the_rollout_and_is_never_clamped(result: Any, cause: str) -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> Any:
+        await ask(prompt, base_url, api_key)
+        return result
+
+    failure_class, said = cause_of(rollout_of(agent, reward_range=RewardRange("env.game")))
+    assert failure_class is FailureClass.REWARD
+    assert said.startswith(cause)
+
+
+def test_a_fault_of_the_response_is_counted_beside_its_reward() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
+        await ask(prompt, base_url, api_key)
+        return AgentResult({"game": 0.0}, response_fault=faults.pop(0))
+
+    faults = ["broke_its_tool", "Not A Name"]
+    assert rollout_of(agent).response_faults == ("broke_its_tool",)
+    assert "response_fault is 'Not A Name'" in cause_of(rollout_of(agent))[1]
 
 
 def test_a_response_cut_by_its_limit_truncates_the_rollout_and_its_scorer_is_told() -> None:
@@ -234,9 +296,10 @@ def test_an_agent_that_runs_out_of_room_is_truncated_and_scored() -> None:
     assert trajectory.num_tokens <= 300
 
 
-def test_an_agent_that_runs_out_of_room_unrewarded_has_failed() -> None:
-    expected = (FailureClass.AGENT, "the agent ran out of room and gave no reward")
-    assert cause_of(rollout_of(talk_for_ever, max_model_len=300)) == expected
+def test_an_agent_that_runs_out_of_room_unrewarded_has_the_reward_of_a_truncated_rollout() -> None:
+    trajectory = rollout_of(talk_for_ever, max_model_len=300)
+    assert (trajectory.stop_reason, trajectory.rewards) == (StopReason.TRUNCATED, {"game": 0.0})
+    assert trajectory.response_faults == (TRUNCATED_BEFORE_REWARD,)
 
 
 def test_prompts_are_copies_and_rollouts_of_a_group_draw_with_seeds_of_their_own() -> None:
@@ -514,38 +577,89 @@ def test_a_blocking_agent_past_its_deadline_is_left_behind() -> None:
 
 # ---- commands
 
-CALL = """
-import json, os, sys, urllib.request
-asked = json.load(sys.stdin)
-body = json.dumps({"model": "any", "messages": asked["messages"]}).encode()
-headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-said = json.load(opener.open(request))["choices"][0]["message"]["content"]
-print("it said", said)
-"""
+CALL = f'{ASK}print("it said", said)\n'
 
 
-def command(script: str) -> CommandAgent:
-    return CommandAgent("game", [sys.executable, "-S", "-c", script])
+def command(script: str, **how: Any) -> CommandAgent:
+    return CommandAgent("game", [sys.executable, "-S", "-c", script], **how)
 
 
 @pytest.mark.parametrize(
-    ("last_line", "rewards"),
+    ("reports", "rewards"),
     [
-        ('print(json.dumps({"reward": 2, "answer": asked["env_state"]["number"]}))', {"game": 2.0}),
-        ('print(json.dumps({"rewards": {"a": 1, "b": 2}, "answer": 0}) + "\\n")', {"a": 1.0, "b": 2.0}),
+        ('report(reward=2, answer=asked["env_state"]["number"])', {"game": 2.0}),
+        ('report(reward=1); report(rewards={"a": 1, "b": 2}, answer=0)', {"a": 1.0, "b": 2.0}),
+        ('report(answer=0, call_rewards={completion["id"]: {"turn": 0.5}})', {"turn": 0.5}),
     ],
 )
-def test_a_command_reads_the_prompt_and_says_its_reward_last(last_line: str, rewards: dict[str, float]) -> None:
-    trajectory = rollout_of(command(CALL + last_line))
+def test_a_command_reads_the_prompt_and_reports_its_reward(reports: str, rewards: dict[str, float]) -> None:
+    trajectory = rollout_of(command(CALL + reports))
     assert (trajectory.failure, trajectory.rewards, trajectory.answer) == (None, rewards, "0")
     assert [m.message.content for m in trajectory.message_log] == ["question0", "hello"]
 
 
-@pytest.mark.parametrize("last_line", ["", "print('{broken')", "print([1])"])
-def test_a_command_without_a_reward_is_scored_by_the_environment(last_line: str) -> None:
-    assert rollout_of(command(CALL + last_line), scorer=FakeEnvironment()).rewards == {"length": 5.0}
+def test_a_shell_script_reports_in_one_line() -> None:
+    script = """
+        asked=$(cat); key=$(jq -r .report_key <<< "$asked")
+        body=$(jq -c '{model: "policy", messages: .messages}' <<< "$asked")
+        curl -sf --noproxy '*' -H "Authorization: Bearer $OPENAI_API_KEY" -H 'Content-Type: application/json' \\
+            -d "$body" "$OPENAI_BASE_URL/chat/completions" > /dev/null
+        echo "{\\"report_key\\": \\"$key\\", \\"reward\\": 0.5}" >&"$NEMO_RL_REPORT_FD"
+    """
+    if shutil.which("jq") is None or shutil.which("curl") is None:
+        pytest.skip("needs jq and curl")
+    assert rollout_of(CommandAgent("game", ["bash", "-c", script])).rewards == {"game": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("report", "cause"),
+    [
+        ("report(reward=1e300)", "reward 'game' is 1e+300, not between"),
+        ("report(reward=None)", "reward 'game' is None, not a finite number"),
+        ("report(rewards=[1])", "rewards are [1], not numbers by name"),
+        ('os.write(int(os.environ["NEMO_RL_REPORT_FD"]), asked["report_key"].encode() + b"{")', "is not JSON"),
+    ],
+)
+def test_an_invalid_report_fails_the_rollout(report: str, cause: str) -> None:
+    assert cause in cause_of(rollout_of(command(CALL + report)))[1]
+
+
+def test_a_command_without_a_reward_is_scored_by_the_environment() -> None:
+    assert rollout_of(command(CALL), scorer=FakeEnvironment()).rewards == {"length": 5.0}
+
+
+def test_a_command_inherits_the_variables_that_are_named_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_RUN", "hidden")
+    monkeypatch.setenv("NAMED", "shown")
+    agent = command(CALL + "report(reward=1, answer=sorted(os.environ))", inherited_variables=["NAMED", "UNSET"])
+    seen = ast.literal_eval(rollout_of(agent).answer or "")
+    own = {"NAMED", "OPENAI_API_KEY", "OPENAI_BASE_URL", "NEMO_RL_REPORT_FD"}
+    assert own <= set(seen) <= own | {"PATH", "HOME", "LANG", "TMPDIR", "LC_CTYPE"}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({}, {"number": 0}),
+        ({"scored_by": "scorer"}, {}),
+        ({"scorers": ["judge"]}, {}),
+        ({"scored_by": "scorer", "env_state_fields": ["number", "unknown"]}, {"number": 0}),
+    ],
+)
+def test_a_command_reads_the_row_unless_something_else_scores_it(
+    section: dict[str, Any], expected: dict[str, int]
+) -> None:
+    script = CALL + "report(reward=1, answer=asked['env_state'])"
+    agent = make_agent("game", AgentConfig(command=[sys.executable, "-S", "-c", script], **section))
+    assert ast.literal_eval(rollout_of(agent).answer or "") == expected
+
+
+def test_a_long_prompt_that_is_never_read_holds_nothing_up() -> None:
+    async def main() -> None:
+        long = replace(prompt(0), env_state={"text": "x" * 2**22})
+        assert await command("").run(long, "http://unused", "unused") == AgentResult()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 def test_a_command_that_fails_says_why() -> None:
@@ -611,4 +725,5 @@ def test_tasks_run_in_processes_of_their_own_whose_end_costs_one_rollout() -> No
         assert lived.rewards["pid"] != os.getpid()
         assert cause_of(died)[0] is FailureClass.AGENT
 
-    use(IsolatedFunctionAgent("game", "tests.unit.experience.agent_functions:where_it_runs"), body)
+    agent = IsolatedFunctionAgent("game", "tests.unit.experience.agent_functions:where_it_runs")
+    use(agent, body, reward_range=RewardRange(high=1e9))

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.config.run import RolloutConfig
-from nemo_rl.experience.replay_buffer import REPLAY_BUFFER, buffer_state_to_dict
-from nemo_rl.experience.sources import FilteredSource
+from nemo_rl.config.shared_sections import RolloutConfig
+from nemo_rl.experience.filtered_source import FilteredSource
+from nemo_rl.experience.replay_buffer_state import REPLAY_BUFFER, buffer_state_to_dict
 from nemo_rl.types import EnvStep, Failure, FailureClass, TrajectoryGroup
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration

@@ -3,19 +3,23 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import pytest
 
-from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.prompts import PromptLoader
+from nemo_rl.config.shared_sections import RolloutConfig
+from nemo_rl.data.prompt_loader import PromptLoader
+from nemo_rl.data.prompt_screen import LengthLimit, PromptScreen
 from nemo_rl.errors import DataError, RolloutError
 from nemo_rl.experience.async_source import AsyncSource
-from nemo_rl.experience.records import RolloutWriter
-from nemo_rl.experience.sources import FilteredSource, SyncSource
-from nemo_rl.types import EnvStep, Failure, FailureClass, Timings, TrajectoryGroup
+from nemo_rl.experience.filtered_source import FilteredSource
+from nemo_rl.experience.rollout_writer import RolloutWriter
+from nemo_rl.experience.sync_source import SyncSource
+from nemo_rl.types import CollectedGroups, EnvStep, Failure, FailureClass, Prompt, Timings, TrajectoryGroup
+from tests.fakes.encoder import FakeEncoder
 from tests.fakes.environments import FakeEnvironment
+from tests.fakes.generation import FakeGeneration
 from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.async_setup import LIMITS, STALL_S, async_source, engine, names, places_asked, step
 from tests.unit.experience.rollout_setup import OPTIONS, dependencies, prompt
@@ -545,6 +549,94 @@ def test_a_synchronous_run_that_goes_on_from_an_asynchronous_one_collects_its_bu
         sync.load_state_dict(state)
         assert names(await step(sync, generation, 1)) == ["p2", "p3", "p4"]
         assert names(await step(sync, generation, 2)) == ["p5"]
+
+    run_in_virtual_time(main())
+
+
+# ---- screened prompts
+
+
+def screen(overlong: Literal["mask", "drop"], *too_long: str) -> PromptScreen:
+    """Take these prompts for over-long."""
+    return PromptScreen(NamedLimit(FakeEncoder(), 1, frozenset(too_long)), overlong)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLimit(LengthLimit):
+    too_long: frozenset[str]
+
+    def fits(self, prompt: Prompt) -> bool:
+        return prompt.prompt_id not in self.too_long
+
+
+async def collect_all(source: AsyncSource, generation: FakeGeneration, first_version: int = 0) -> list[CollectedGroups]:
+    found: list[CollectedGroups] = []
+    while True:
+        try:
+            found.append(await step(source, generation, first_version + len(found)))
+        except StopAsyncIteration:
+            await source.close()
+            return found
+
+
+@pytest.mark.parametrize(
+    ("overlong", "age", "expected"),
+    [
+        ("mask", 0, [["p0"], ["p3"], ["p4", "p5"]]),
+        ("mask", 1, [["p0", "p3"], ["p4", "p5"]]),  # p1 and p2 are complete first: a step of theirs alone is skipped
+        ("drop", 0, [["p0", "p3"], ["p4", "p5"]]),
+        ("drop", 1, [["p0", "p3"], ["p4", "p5"]]),
+    ],
+)
+def test_over_long_prompts_keep_their_place_in_a_step_or_leave_it(
+    overlong: Literal["mask", "drop"], age: int, expected: list[list[str]]
+) -> None:
+    async def main() -> None:
+        generation = engine()
+        source = async_source(generation, num_prompts=8, age=age, screen=screen(overlong, "p1", "p2", "p6", "p7"))
+        collected = await collect_all(source, generation)
+        assert [names(one) for one in collected] == expected
+        assert all(len(group.trajectories) == 2 for one in collected for group in one.groups)
+        assert source.state_dict()["consumed_prompts"] == 8
+        assert places_asked(generation) == [0, 3, 4, 5]
+        assert num_running() == 0
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("overlong", ["mask", "drop"])
+def test_a_data_set_that_ends_with_over_long_prompts_ends(overlong: Literal["mask", "drop"]) -> None:
+    async def main() -> None:
+        generation = engine()
+        source = async_source(generation, num_prompts=5, age=2, screen=screen(overlong, "p2", "p3", "p4"))
+        assert names(await step(source, generation, 0)) == ["p0", "p1"]
+        with pytest.raises(StopAsyncIteration):
+            await step(source, generation, 1)
+        await source.close()
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("overlong", ["mask", "drop"])
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_resumed_run_continues_exactly_beside_over_long_prompts(
+    overlong: Literal["mask", "drop"], num_steps: int
+) -> None:
+    def make() -> AsyncSource:
+        return async_source(num_prompts=9, epochs=2, screen=screen(overlong, "p1", "p3", "p8"))
+
+    async def main() -> None:
+        first, generation = make(), engine()
+        for version in range(num_steps):
+            await step(first, generation, version)
+        await asyncio.sleep(10)
+        state = first.state_dict()
+        consumed = state["consumed_prompts"]
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert resumed.state_dict()["consumed_prompts"] == consumed
+        continued = [names(one) for one in await collect_all(resumed, engine(), num_steps)]
+        assert continued == [names(one) for one in await collect_all(first, generation, num_steps)]
 
     run_in_virtual_time(main())
 

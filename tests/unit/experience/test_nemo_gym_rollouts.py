@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from nemo_rl import batch as keys
-from nemo_rl.config.run import GatewayConfig
+from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.assembly import assemble_batch
-from nemo_rl.experience.nemo_gym_rollouts import GymRuntime, run_nemo_gym_rollouts
-from nemo_rl.experience.rollouts import RolloutDependencies, RolloutJob, RolloutOptions, run_async_multi_turn_rollout
-from nemo_rl.experience.sources import run_rollouts
+from nemo_rl.experience.gym_runtime import GymRuntime
+from nemo_rl.experience.nemo_gym_rollouts import run_nemo_gym_rollouts
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
+from nemo_rl.experience.rollout_dispatch import run_rollouts
+from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
+from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.types import (
     FailureClass,
@@ -82,7 +85,7 @@ def use(
         engine = generation or SpeakingGeneration("chatml", hello)
         the_rules = rules(max_model_len=max_model_len)
         manager = await GatewayManager.start(engine, codec_of("chatml"), the_rules, GatewayConfig(num_servers=2))
-        stack = FakeGymStack(script=script, policy_base_url=manager.default_base_url)
+        stack = FakeGymStack(script=script, policy_base_url=manager.default_base_url, policy_api_key=manager.api_key)
         async with stack:
             settings: dict[str, Any] = {"timeout_s": DEADLINE_S, "retry_backoff_s": 0.01} | section
             client = GymClient(NemoGymConfig(head_url=stack.head_url, **settings))

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.config.run import RolloutConfig
-from nemo_rl.data.prompts import LoadedPrompt, PromptLoader
+from nemo_rl.config.shared_sections import RolloutConfig
+from nemo_rl.data.prompt_loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.oversampling import FirstComplete, collect_first, num_begun
-from nemo_rl.experience.sources import SyncSource
-from nemo_rl.interfaces import CollectedGroups
-from nemo_rl.types import EnvStep, Failure, FailureClass, StopReason, Trajectory, TrajectoryGroup
+from nemo_rl.experience.sync_source import SyncSource
+from nemo_rl.types import CollectedGroups, EnvStep, Failure, FailureClass, StopReason, Trajectory, TrajectoryGroup
 from tests.fakes.environments import FakeEnvironment, draws_of
 from tests.fakes.generation import FakeGeneration
 from tests.unit.experience.rollout_setup import OPTIONS, VOCAB_SIZE, dependencies, prompt

@@ -7,14 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.checkpoint import load_state, save_state
-from nemo_rl.data.prompts import PromptLoader
-from nemo_rl.experience.replay_buffer import (
+from nemo_rl.data.prompt_loader import PromptLoader
+from nemo_rl.experience.replay_buffer import BufferedGroup, DroppedGroup, ReplayBuffer, ReplayBufferState, WaitReason
+from nemo_rl.experience.replay_buffer_state import (
     REPLAY_BUFFER,
-    BufferedGroup,
-    DroppedGroup,
-    ReplayBuffer,
-    ReplayBufferState,
-    WaitReason,
     buffer_state_from_dict,
     buffer_state_to_dict,
     extract_buffer_state,
@@ -163,6 +159,7 @@ def groups(draw, place: int) -> BufferedGroup:
             other_chains=other_chains,
             loss_weight=draw(st.sampled_from((0.0, 1.0))),
             chain_rewards=tuple(chain_rewards) if draw(st.booleans()) else (),
+            response_faults=tuple(draw(st.lists(TEXT, max_size=2))),
         )
 
     members = tuple(trajectory(index) for index in range(draw(st.integers(1, 3))))
@@ -195,7 +192,7 @@ def test_no_field_of_a_rollout_is_forgotten() -> None:
     assert [f.name for f in fields(Message)] == ["role", "parts"]
     assert [f.name for f in fields(Trajectory)] == [
         "prompt", "group_id", "generation_index", "message_log", "stop_reason", "rewards", "answer", "num_turns",
-        "weight_versions", "failure", "timings", "other_chains", "loss_weight", "chain_rewards",
+        "weight_versions", "failure", "timings", "other_chains", "loss_weight", "chain_rewards", "response_faults",
     ]  # fmt: skip
 
 

@@ -2,14 +2,15 @@ import asyncio
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.experience import records
+from nemo_rl.experience import rollout_details
 from nemo_rl.experience.assembly import assemble_batch
-from nemo_rl.experience.records import RolloutDetails
+from nemo_rl.experience.rollout_details import RolloutDetails
 from nemo_rl.types import TrajectoryGroup
 from tests.fakes.policy import FakePolicy
 from tests.unit.algorithms.rollouts import make_group
@@ -25,8 +26,8 @@ def record(details: RolloutDetails, groups: list[TrajectoryGroup], steps: range)
     details.close()
 
 
-def make_details(path: Path, **options: int) -> RolloutDetails:
-    values = {"num_groups": 1, **options}
+def make_details(path: Path, **options: Any) -> RolloutDetails:
+    values: dict[str, Any] = {"num_groups": 1, **options}
     return RolloutDetails(path, decode=lambda ids: f"<{ids[0]}>", **values)
 
 
@@ -65,7 +66,7 @@ def test_chains_of_a_trajectory_keep_their_number(tmp_path: Path) -> None:
 
 
 def test_long_rollout_keeps_beginning_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_TOKENS", 4)
+    monkeypatch.setattr(rollout_details, "MAX_TOKENS", 4)
     path = tmp_path / "details.jsonl"
     record(make_details(path), [make_group([0.0, 1.0])], range(1, 2))
     row = json.loads(path.read_text().splitlines()[0])
@@ -73,7 +74,7 @@ def test_long_rollout_keeps_beginning_and_end(tmp_path: Path, monkeypatch: pytes
 
 
 def test_file_stays_below_its_bound_and_covers_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_PENDING", 100)  # no step is left out because the disk is slow
+    monkeypatch.setattr(rollout_details, "MAX_PENDING", 100)  # no step is left out because the disk is slow
     path = tmp_path / "details.jsonl"
     record(make_details(path, max_bytes=4000), [make_group([0.0, 1.0])], range(1, 101))
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]

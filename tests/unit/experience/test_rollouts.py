@@ -11,12 +11,9 @@ from hypothesis import strategies as st
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.errors import ConfigError, GenerationError, RolloutError
+from nemo_rl.experience.generation_retries import RetryPolicy, generate_with_retries
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutLimits, RolloutOptions
 from nemo_rl.experience.rollouts import (
-    RetryPolicy,
-    RolloutDependencies,
-    RolloutLimits,
-    RolloutOptions,
-    generate_with_retries,
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
     run_multi_turn_rollout_async_generation,
@@ -38,6 +35,7 @@ from tests.fakes.chat_tokenizer import chat_tokenizer
 from tests.fakes.encoder import END, FakeEncoder
 from tests.fakes.environments import FakeEnvironment, episodic, hang, never_done, reward_by_length
 from tests.fakes.generation import FakeGeneration, draws_of
+from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.rollout_setup import LIMITS, OPTIONS, SAMPLING, VOCAB_SIZE, dependencies, jobs
 
 SCHEDULERS = (run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation, run_multi_turn_rollout)
@@ -48,6 +46,24 @@ async def some_turns_of_the_loop(request: GenerationRequest) -> None:
     """Finish in an order of its own."""
     for _ in range(draws_of(request).randrange(5)):
         await asyncio.sleep(0)
+
+
+def slowest_is_number_3(bounds_items: bool) -> tuple[Trajectory, ...]:
+    """Validate four rollouts of 6 seconds more each, with a stall timeout of 10 seconds."""
+
+    async def before(conversations) -> None:
+        await asyncio.sleep(6.0 * (1 + max(int(c[0].content[-1]) for c in conversations)))
+
+    environment = CheckedEnvironment(FakeEnvironment(before=before), None if bounds_items else 60.0)
+    limits = replace(LIMITS, stall_timeout_s=10.0)
+    setup = dependencies(FakeGeneration(vocab_size=VOCAB_SIZE), {"game": environment}, limits=limits)
+    return run_in_virtual_time(run_multi_turn_rollout_async_generation(jobs(4), setup, OPTIONS))
+
+
+def test_items_with_deadlines_of_their_own_do_not_stall_each_other() -> None:
+    assert [t.failure for t in slowest_is_number_3(bounds_items=True)] == [None] * 4
+    with pytest.raises(RolloutError, match="waiting for: environment game"):
+        slowest_is_number_3(bounds_items=False)
 
 
 def untimed(trajectories: tuple[Trajectory, ...]) -> list[Trajectory]:

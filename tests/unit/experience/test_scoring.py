@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl.errors import RolloutError
+from nemo_rl.experience.rollout_dispatch import run_rollouts
 from nemo_rl.experience.rollouts import (
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
     run_multi_turn_rollout_async_generation,
 )
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
-from nemo_rl.experience.sources import run_rollouts
-from nemo_rl.interfaces import Scorer, ScoreRequest
-from nemo_rl.types import Failure, FailureClass, GenerationRequest, Trajectory
+from nemo_rl.experience.supervision import StallWatchdog
+from nemo_rl.interfaces import Scorer
+from nemo_rl.types import Failure, FailureClass, GenerationRequest, ResponseFault, ScoreRequest, Trajectory
 from tests.fakes.environments import FakeEnvironment, reward_by_length
 from tests.fakes.generation import FakeGeneration
 from tests.fakes.scorers import FakeScorer
@@ -62,6 +63,22 @@ def test_a_rollout_whose_score_fails_has_failed_and_has_no_reward(scheduler) -> 
     assert [t.failure is not None for t in trajectories] == [False, True, False, False]
     assert trajectories[1].rewards == {}
     assert trajectories[1].failure == Failure(FailureClass.REWARD, "judge: no score")
+
+
+def test_a_response_that_cannot_be_scored_earns_the_lowest_reward_and_is_counted() -> None:
+    scores: list[float | ResponseFault] = [ResponseFault("too_long"), -3.0, 1.0, ResponseFault("too_long")]
+    scorer = FakeScorer(lambda request: scores[request.metadata["number"]])
+    weighted = Scoring({"game": (WeightedScorer("judge", scorer, 2.0),)})
+
+    unscored = rollouts(run_async_multi_turn_rollout, Scoring())
+
+    async def main() -> list[Trajectory]:
+        return [await weighted.score(one, StallWatchdog(60)) for one in unscored]
+
+    scored = asyncio.run(main())
+    assert [t.rewards["judge"] for t in scored] == [0.0, -6.0, 2.0, -6.0]
+    assert [t.response_faults for t in scored] == [("too_long",), (), (), ("too_long",)]
+    assert not any(t.failure for t in scored)
 
 
 @pytest.mark.parametrize("scheduler", [run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation])

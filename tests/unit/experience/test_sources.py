@@ -9,15 +9,17 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl.algorithms.advantages import GroupRelativeAdvantages
-from nemo_rl.config.run import RolloutConfig
+from nemo_rl.config.shared_sections import RolloutConfig
 from nemo_rl.data.chat import ChatEncoder
-from nemo_rl.data.prompts import PromptLoader
+from nemo_rl.data.prompt_loader import PromptLoader
 from nemo_rl.errors import DataError, RolloutError
 from nemo_rl.experience.assembly import assemble_batch
-from nemo_rl.experience.records import RolloutWriter
-from nemo_rl.experience.sources import FilteredSource, RecordedResponseSource, SyncSource, prompts_per_batch
-from nemo_rl.interfaces import CollectedGroups
+from nemo_rl.experience.filtered_source import FilteredSource
+from nemo_rl.experience.recorded_response_source import RecordedResponseSource
+from nemo_rl.experience.rollout_writer import RolloutWriter
+from nemo_rl.experience.sync_source import SyncSource, prompts_per_batch
 from nemo_rl.types import (
+    CollectedGroups,
     Completion,
     EnvStep,
     FailedRequest,

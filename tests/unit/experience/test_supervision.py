@@ -12,17 +12,11 @@ import pytest
 from nemo_rl.environments.boundary import CheckedEnvironment, error_to_failure
 from nemo_rl.environments.registry import FunctionEnvironment
 from nemo_rl.errors import RolloutError
+from nemo_rl.experience.cancellation import cancel_tasks, gather_or_cancel, run_async
+from nemo_rl.experience.failure_limits import FailureBudget, FailureLog
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
-from nemo_rl.experience.supervision import (
-    FailureBudget,
-    FailureLog,
-    StallWatchdog,
-    Supervision,
-    cancel_tasks,
-    gather_or_cancel,
-    run_async,
-)
+from nemo_rl.experience.supervision import StallWatchdog, Supervision
 from nemo_rl.interfaces import Environment
 from nemo_rl.types import Failure, FailureClass, Prompt, StopReason, Trajectory
 from tests.fakes.environments import FakeEnvironment
@@ -223,11 +217,11 @@ def by_parity(messages: list[Any], metadata: Mapping[str, Any]) -> float:
 
 def records_of(environments: Mapping[str, Environment], caplog: pytest.LogCaptureFixture, **how: Any) -> list[Any]:
     """Return the records of six rollouts that all fail, at every level."""
-    caplog.set_level(logging.DEBUG, logger="nemo_rl.experience.supervision")
+    caplog.set_level(logging.DEBUG, logger="nemo_rl.experience.failure_limits")
     setup = dependencies(FakeGeneration(vocab_size=VOCAB_SIZE), environments, **how)
     trajectories = asyncio.run(run_async_multi_turn_rollout(jobs(6, tasks=tuple(environments)), setup, OPTIONS))
     assert all(t.failure is not None for t in trajectories)
-    return [record for record in caplog.records if record.name == "nemo_rl.experience.supervision"]
+    return [record for record in caplog.records if record.name == "nemo_rl.experience.failure_limits"]
 
 
 def reward_function(name: str, function: Callable[..., Any]) -> Environment:
@@ -307,6 +301,11 @@ def test_budget_allows_its_share_and_no_more():
         "3 of 4 rollouts failed (environment 1, infra 2); first cause: environment: first, "
         "more than rollout.max_failed_share = 0.5 allows"
     )
+
+
+def test_rollouts_that_have_no_reward_because_they_are_truncated_use_no_budget():
+    budget = FailureBudget(num_rollouts=1, max_failed_share=0.0)
+    budget.record(failed(FailureClass.TRUNCATED, "cut off"))
 
 
 def test_budget_of_everything_never_stops():

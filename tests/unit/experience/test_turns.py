@@ -8,6 +8,7 @@ import pytest
 
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
 from nemo_rl.experience.turns import (
+    TRUNCATED_BEFORE_REWARD,
     EnvironmentCall,
     Episode,
     RolloutJob,
@@ -114,6 +115,75 @@ def test_stop_strings_of_a_turn_are_cleared_by_none():
     respond(e, 9, END)
     e.apply_env_step(replace(GO_ON, stop_strings=None))
     assert generation(e).sampling.stop_strings == ("stop",)
+
+
+def test_response_faults_of_all_turns_are_kept_once_and_the_rewards_stand():
+    e = episode()
+    for fault in ("tool_error", None, "tool_error"):
+        respond(e, 9, END)
+        e.apply_env_step(replace(GO_ON, response_fault=fault, rewards={"correct": 0.5}))
+    trajectory = e.trajectory()
+    assert trajectory.response_faults == ("tool_error",)
+    assert (trajectory.failure, trajectory.reward) == (None, 1.5)
+
+
+def truncated_episode(reward: float | None, **changes: Any) -> Episode:
+    return episode(replace(RULES, truncated_rewards={"game": reward}, **changes))
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_rollout_that_is_cut_off_before_any_reward_has_the_stated_one(finish: str):
+    e = truncated_episode(-0.5, max_turns=1)
+    respond(e, 9, END, finish=finish)
+    e.apply_env_step(GO_ON)
+    trajectory = e.trajectory()
+    assert trajectory.stop_reason is (StopReason.MAX_TURNS if finish == "stop" else StopReason.TRUNCATED)
+    assert trajectory.rewards == {"game": -0.5}
+    assert trajectory.response_faults == (TRUNCATED_BEFORE_REWARD,)
+
+
+def test_observation_without_room_before_any_reward_is_such_a_cut():
+    e = truncated_episode(0.25, max_total_length=9)
+    respond(e, 9, END)
+    e.apply_env_step(GO_ON)
+    assert (e.trajectory().stop_reason, e.trajectory().rewards) == (StopReason.TRUNCATED, {"game": 0.25})
+
+
+def test_rollout_that_is_cut_off_without_a_stated_reward_has_none():
+    e = truncated_episode(None, max_turns=1)
+    respond(e, 9, END)
+    e.apply_env_step(GO_ON)
+    cause = "cut off by a limit before any reward, and env.game.truncated_reward is null"
+    assert e.trajectory().failure == Failure(FailureClass.TRUNCATED, cause)
+    assert e.trajectory().rewards == {}
+
+
+def test_rewards_that_the_environment_gave_stand_when_the_rollout_is_cut_off():
+    for reward in (1.0, 0.0):
+        e = truncated_episode(None, max_turns=2)
+        respond(e, 9, END)
+        e.apply_env_step(replace(GO_ON, rewards={"correct": reward}))
+        respond(e, 9, END)
+        e.apply_env_step(GO_ON)
+        assert e.trajectory().rewards == {"correct": reward}
+        assert e.trajectory().response_faults == ()
+
+
+def test_half_a_surrogate_pair_reaches_no_tokenizer():
+    class Utf8Encoder(FakeEncoder):
+        def encode_turn(self, message_log, messages, tools=()):
+            for message in messages:
+                message.content.encode()
+            return super().encode_turn(message_log, [Message("user", "cd")], tools)
+
+    encoder = Utf8Encoder()
+    e = Episode(RolloutJob(PROMPT, "g", 1), encode_prompt(PROMPT, encoder), encoder, RULES)
+    request = generation(e)
+    e.apply_response(Completion(request.request_id, (9,), (-0.5,), "stop", text="a\udc00b"))
+    assert call(e).conversation[-1].content == "a\ufffdb"
+    e.apply_env_step(EnvStep(observation=(Message("tool", "\ud800", tool_call_id="c"),), done=False))
+    respond(e, 9)
+    assert call(e).conversation[-2].content == "\ufffd"
 
 
 def test_done_is_what_the_environment_ended():
@@ -310,6 +380,22 @@ def test_engine_that_breaks_its_contract_is_an_infra_failure():
         failure = e.trajectory().failure
         assert failure is not None
         assert failure.failure_class is FailureClass.INFRA
+
+
+def test_log_probs_that_are_nan_are_an_infra_failure_unless_a_server_gave_text_alone():
+    nan = float("nan")
+    e = episode()
+    e.apply_response(Completion("g:1:0", (9, END), (-1.0, nan), "stop"))
+    failure = e.trajectory().failure
+    assert failure is not None
+    assert (failure.failure_class, failure.cause) == (
+        FailureClass.INFRA,
+        "the engine gave 1 of 2 log-probs as NaN",
+    )
+    e = episode()
+    e.apply_response(Completion("g:1:0", (-1, -1), (nan, nan), "stop", text="9"))
+    e.apply_env_step(EnvStep())
+    assert e.trajectory().failure is None
 
 
 class BrokenTemplate(FakeEncoder):

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from yarl import URL
+
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
@@ -17,6 +19,7 @@ from tests.fakes.generation import FakeGeneration
 from tests.templates import byte_tokenizer
 
 DEADLINE_S = 120.0  # for what must happen at all
+ADDRESS = URL("/v1/models/policy:generateContent")  # read only by an API whose paths name the model
 
 TOOL = {
     "type": "function",

@@ -3,10 +3,9 @@ import json
 import pytest
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway.codec import (
-    Codec,
+from nemo_rl.gateway.codec import Codec, ReadingRules
+from nemo_rl.gateway.markup import (
     ParsedCall,
-    ReadingRules,
     find_reasoning_parser,
     find_tool_parser,
     parse_hermes,

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.gateway.calls import Answer, CallRequest
+from nemo_rl.gateway.calls import CallAnswer, CallRequest
 from nemo_rl.gateway.completions import CallQueue, CompletionHandler
 from nemo_rl.gateway.dialects.chat_completions import ChatCompletions, ChatRequest
 from nemo_rl.gateway.dialects.responses import Responses
-from nemo_rl.gateway.registry import LiveSession, SessionRegistry
-from nemo_rl.gateway.schema import RequestError
+from nemo_rl.gateway.live_sessions import LiveSession, SessionRegistry
+from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.sessions import Chain
 from nemo_rl.types import GenerationRequest
 from tests.fakes.generation import FakeGeneration, draws_of
 from tests.unit.gateway.engines import (
+    ADDRESS,
     CALL_TEXT,
     DEADLINE_S,
     TOOL,
@@ -39,7 +40,7 @@ def request(*messages: dict[str, Any], **fields: Any) -> CallRequest:
     return ChatRequest.model_validate({"messages": list(messages) or [HI], **fields}).to_call()
 
 
-def render(answer: Answer) -> dict[str, Any]:
+def render(answer: CallAnswer) -> dict[str, Any]:
     return ChatCompletions().render(request(), answer, encoder_of("chatml"))
 
 
@@ -47,8 +48,8 @@ def live_session(seed: int = 1) -> LiveSession:
     return SessionRegistry(codec_of("chatml"), max_sessions=1, ttl_s=60.0, clock=Clock()).open(seed=seed)
 
 
-def ask(generation: FakeGeneration, *requests: CallRequest, **changes: Any) -> list[Answer]:
-    async def main() -> list[Answer]:
+def ask(generation: FakeGeneration, *requests: CallRequest, **changes: Any) -> list[CallAnswer]:
+    async def main() -> list[CallAnswer]:
         completions, live = CompletionHandler(generation, codec_of("chatml"), rules(**changes)), live_session()
         return [await completions.complete_in_session(each, live) for each in requests]
 
@@ -88,7 +89,7 @@ def test_a_conversation_without_room_is_refused():
 @pytest.mark.parametrize("text", ["hi", "hi" * 1000])
 def test_truncation_auto_is_accepted_and_drops_nothing(truncation: str, text: str) -> None:
     """A text of 2,000 characters is refused before it is encoded."""
-    asked = Responses().parse(json_bytes({"input": text, "truncation": truncation}))
+    asked = Responses().parse(json_bytes({"input": text, "truncation": truncation}), ADDRESS)
     error = refusal(FakeGeneration(), asked, max_model_len=21)
     assert (error.status, error.code) == (400, "context_length_exceeded")
     assert str(error).endswith("the gateway drops no part of a conversation") == (truncation == "auto")
@@ -101,7 +102,7 @@ def test_truncation_auto_is_accepted_and_drops_nothing(truncation: str, text: st
 def test_with_full_context_length_a_conversation_without_room_ends_and_its_chain_is_truncated():
     generation = SpeakingGeneration("chatml", lambda request, prompt: "ok")
 
-    async def main() -> tuple[Answer, LiveSession]:
+    async def main() -> tuple[CallAnswer, LiveSession]:
         handler = CompletionHandler(generation, codec_of("chatml"), rules(max_model_len=64, answers_full_context=True))
         live = live_session()
         first = await handler.complete_in_session(request(), live)
@@ -160,7 +161,7 @@ def test_sampling_is_the_runs_and_ignored_fields_are_noted_once(caplog):
     assert [each.sampling.stop_strings for each in generation.requests] == [(), ("x",)]
     notes = [record.getMessage() for record in caplog.records]
     assert notes == [
-        "ignoring clients' fields ['seed', 'temperature', 'top_p']: the run decides how tokens are sampled"
+        "gateway: ignoring request fields ['seed', 'temperature', 'top_p']; the run decides how tokens are sampled"
     ]
 
 
@@ -187,7 +188,7 @@ def test_equal_calls_draw_differently_and_a_retry_draws_what_the_failed_call_wou
 
 
 def test_what_a_session_draws_follows_its_seed_and_nothing_else():
-    async def main() -> list[list[Answer]]:
+    async def main() -> list[list[CallAnswer]]:
         generation = SpeakingGeneration("chatml", lambda request, prompt: CALL_TEXT + str(request.seed))
         completions = CompletionHandler(generation, codec_of("chatml"), rules())
         asked = request(tools=[TOOL])

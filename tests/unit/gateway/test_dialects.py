@@ -10,18 +10,10 @@ import pytest
 from aiohttp import ClientSession
 from anthropic import AsyncAnthropic
 
+from nemo_rl.gateway.calls import CallDelta, ReasoningDelta, StreamStart, TextDelta
 from nemo_rl.gateway.codec import ReadingRules
 from nemo_rl.gateway.server import SESSION_HEADER, GatewayServer
-from nemo_rl.gateway.streaming import (
-    INTERVAL_S,
-    CallDelta,
-    ReasoningDelta,
-    ResponseStream,
-    StreamStart,
-    TextDelta,
-    choose_interval_s,
-    safe_length,
-)
+from nemo_rl.gateway.streaming import INTERVAL_S, ResponseStream, choose_interval_s, safe_length
 from nemo_rl.types import Completion, GenerationRequest
 from tests.unit.gateway.engines import (
     CALL_TEXT,

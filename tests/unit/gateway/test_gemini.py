@@ -3,18 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
 
-from nemo_rl.gateway.dialects.gemini import Gemini
-from nemo_rl.gateway.dialects.tools import read_openapi_schema
-from nemo_rl.gateway.schema import RequestError
+from nemo_rl.gateway.dialects.gemini import Gemini, read_openapi_schema
+from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.server import SESSION_HEADER, GatewayServer, ServerSettings
 from nemo_rl.types import TextPart, ThinkingPart, ToolCall, ToolResult
-from tests.unit.gateway.engines import CALL_TEXT, DEADLINE_S, TOOL, SpeakingGeneration, json_bytes, tokens_of
+from tests.unit.gateway.engines import ADDRESS, CALL_TEXT, DEADLINE_S, TOOL, SpeakingGeneration, json_bytes, tokens_of
 from tests.unit.gateway.test_server import HI, call_of, client_of, serve, speak
 
 genai: Any = import_module("google.genai")  # typed, nearly all of its fields are optional
@@ -34,7 +34,7 @@ def returned(name: str, output: Any, **fields: Any) -> dict[str, Any]:
 def messages_of(*turns: tuple[str, list[Any]]) -> list[Any]:
     """(role, parts) of the messages that contents are read to."""
     body = {"contents": [{"role": role, "parts": parts} for role, parts in turns]}
-    return [(message.role, message.parts) for message in Gemini().parse(json_bytes(body)).messages]
+    return [(message.role, message.parts) for message in Gemini().parse(json_bytes(body), ADDRESS).messages]
 
 
 @asynccontextmanager
@@ -129,10 +129,11 @@ def test_an_address_a_header_or_a_key_names_the_session(version: str) -> None:
 def test_a_key_in_the_address_is_the_servers_token_where_it_has_one():
     async def use(server: GatewayServer) -> None:
         path = f"/sessions/{server.open_session()}/v1/{PATH}"
-        assert (await call_of(server, "POST", path, json=ASK))[1]["error"]["status"] == "UNAUTHENTICATED"
-        assert (await call_of(server, "POST", f"{path}?key=other", json=ASK))[0] == 401
-        assert (await call_of(server, "POST", f"{path}?key=secret", json=ASK))[0] == 200
-        assert (await call_of(server, "POST", path, json=ASK, headers={"X-Goog-Api-Key": "secret"}))[0] == 200
+        ask = partial(call_of, server, "POST", json=ASK, key="")
+        assert (await ask(path))[1]["error"]["status"] == "UNAUTHENTICATED"
+        assert (await ask(f"{path}?key=other"))[0] == 401
+        assert (await ask(f"{path}?key=secret"))[0] == 200
+        assert (await ask(path, headers={"X-Goog-Api-Key": "secret"}))[0] == 200
 
     generation = SpeakingGeneration("qwen3", lambda request, prompt: "ok")
     serve(generation, use, settings=ServerSettings(token="secret"))
@@ -261,7 +262,7 @@ def test_fields_are_read_in_snake_case_too_and_nulls_are_absent():
         },
         "safetySettings": [{"category": "x"}],
     }
-    call = Gemini().parse(json_bytes(body))
+    call = Gemini().parse(json_bytes(body), ADDRESS)
     assert [(message.role, message.content) for message in call.messages] == [("system", "Be\nbrief."), ("user", "hi")]
     assert call.tools == ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
     assert call.forcing is not None
@@ -290,16 +291,16 @@ def test_names_of_ignored_fields_are_logged_whole(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("mode", ["AUTO", "NONE", "VALIDATED"])
 def test_a_mode_that_demands_no_call_needs_no_tools(mode: str) -> None:
     chosen: Any = {"functionCallingConfig": {"mode": mode}}
-    assert Gemini().parse(json_bytes({**ASK, "toolConfig": chosen})).forcing is None
+    assert Gemini().parse(json_bytes({**ASK, "toolConfig": chosen}), ADDRESS).forcing is None
     tools = [{"functionDeclarations": [DECLARED]}]
-    forcing = Gemini().parse(json_bytes({**ASK, "tools": tools, "toolConfig": chosen})).forcing
+    forcing = Gemini().parse(json_bytes({**ASK, "tools": tools, "toolConfig": chosen}), ADDRESS).forcing
     assert (forcing is not None) == (mode == "VALIDATED")
     chosen["functionCallingConfig"]["allowedFunctionNames"] = ["add"]
     if mode == "VALIDATED":
-        assert Gemini().parse(json_bytes({**ASK, "tools": tools, "toolConfig": chosen})).forcing == forcing
+        assert Gemini().parse(json_bytes({**ASK, "tools": tools, "toolConfig": chosen}), ADDRESS).forcing == forcing
         return
     with pytest.raises(RequestError, match="only with mode ANY or VALIDATED"):
-        Gemini().parse(json_bytes({**ASK, "tools": tools, "toolConfig": chosen}))
+        Gemini().parse(json_bytes({**ASK, "tools": tools, "toolConfig": chosen}), ADDRESS)
 
 
 def test_a_schema_of_openapi_is_read_as_a_json_schema():
@@ -338,7 +339,7 @@ def test_a_schema_of_openapi_is_read_as_a_json_schema():
 )
 def test_a_json_response_is_a_guided_one(config: Any, kind: str, text: str) -> None:
     body = {**ASK, "generationConfig": {"responseMimeType": "application/json", **config}}
-    guide = Gemini().parse(json_bytes(body)).guide
+    guide = Gemini().parse(json_bytes(body), ADDRESS).guide
     assert guide is not None
     assert (guide.kind, guide.text) == (kind, text)
 

@@ -10,12 +10,13 @@ import pytest
 from aiohttp import ClientConnectionError, ClientSession
 from openai import AsyncOpenAI
 
-from nemo_rl.config.run import GatewayConfig
+from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.distributed.cluster import node_ip
 from nemo_rl.errors import ConfigError
+from nemo_rl.gateway.dialects.chat_completions import SESSION_FIELD
 from nemo_rl.gateway.echoes import Claim, LogprobMismatch
 from nemo_rl.gateway.manager import GatewayManager, SessionHandle, split_settings
-from nemo_rl.gateway.schema import SESSION_FIELD, RequestError
+from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.server import GatewayServer, check_gateway
 from nemo_rl.gateway.sessions import CallFailureKind, Echo, UnknownEcho
 from nemo_rl.types import GenerationRequest, SamplingParams
@@ -51,9 +52,11 @@ async def ask(handle: SessionHandle, **fields: Any) -> str | None:
     return done.choices[0].message.content
 
 
-async def post_reward(handle: SessionHandle, **fields: Any) -> None:
-    url = handle.base_url.removesuffix("/v1") + "/reward"
-    async with ClientSession() as client, client.post(url, json=fields) as response:
+async def request_with_run_key(manager: GatewayManager, method: str, handle: SessionHandle, **fields: Any) -> None:
+    """Post fields as the session's reward, or delete it."""
+    url = handle.base_url.removesuffix("/v1") + ("/reward" if method == "POST" else "")
+    headers = {"Authorization": f"Bearer {manager.api_key}"}
+    async with ClientSession(headers=headers) as client, client.request(method, url, json=fields) as response:
         assert response.status == 200
 
 
@@ -78,7 +81,7 @@ def test_a_finished_session_hands_out_its_chains_and_rewards_and_is_closed():
         handle = manager.open_session(seed=1)
         assert handle.base_url.endswith(f"/sessions/{handle.id}/v1")
         await ask(handle)
-        await post_reward(handle, rewards={"correct": 1, "format": 0.5})
+        await request_with_run_key(manager, "POST", handle, rewards={"correct": 1, "format": 0.5})
         finished = await manager.finish(handle)
         (chain,) = finished.chains
         assert [each.message.content for each in chain.message_log] == ["hi", "ok"]
@@ -139,8 +142,7 @@ def test_abandoning_a_session_ends_its_calls_in_the_engine():
 def test_sessions_that_clients_close_or_nobody_uses_are_not_counted():
     async def use(manager: GatewayManager) -> None:
         handle = manager.open_session(seed=1)
-        async with ClientSession() as client, client.delete(handle.base_url.removesuffix("/v1")) as response:
-            assert response.status == 200
+        await request_with_run_key(manager, "DELETE", handle)
         assert manager.num_sessions == (0, 0)
         manager.open_session(seed=2)
         await eventually(lambda: manager.num_sessions == (0, 0))
@@ -161,8 +163,9 @@ def test_all_sessions_that_fit_are_opened_and_then_refused():
 
 
 def test_sessions_and_connections_follow_the_open_files(caplog):
-    few = split_settings(GatewayConfig(num_servers=3, max_sessions=100), 10)
+    few = split_settings(GatewayConfig(num_servers=3, max_sessions=100, max_client_sessions=4), 10)
     assert [(each.max_sessions, each.max_connections) for each in few] == [(4, 4), (3, 3), (3, 3)]
+    assert [each.max_client_sessions for each in few] == [2, 1, 1]
     many = split_settings(GatewayConfig(num_servers=2, max_sessions=100), 1000)
     assert [(each.max_sessions, each.max_connections) for each in many] == [(50, 500), (50, 500)]
     with pytest.raises(ConfigError, match="the open files allow 2 servers"):
@@ -186,7 +189,7 @@ def test_where_all_addresses_are_listened_on_agents_are_told_this_machines_and_a
     async def use(manager: GatewayManager) -> None:
         handle = manager.open_session(seed=1)
         assert handle.base_url.startswith(f"http://{node_ip()}:")
-        assert len(handle.api_key) > 32
+        assert len(handle.api_key) >= 32
         assert handle.api_key not in repr(handle)
         local = replace(handle, base_url=handle.base_url.replace(node_ip(), "127.0.0.1"))
         assert await ask(local) == "ok"

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientSession
 from openai import AsyncOpenAI
 
-from nemo_rl.config.run import GatewayConfig
+from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.gateway.manager import FinishedSession, GatewayManager, SessionHandle
 from nemo_rl.types import GenerationRequest
 from tests.fakes.generation import FakeGeneration, draws_of

@@ -11,6 +11,7 @@ from aiohttp import ClientSession, web
 from openai import AsyncOpenAI
 
 from nemo_rl.errors import ConfigError
+from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.server import GatewayServer, ServerSettings
 from nemo_rl.types import GenerationRequest
 from tests.fakes.generation import FakeGeneration
@@ -50,8 +51,15 @@ def client_of(base_url: str, key: str = "unused") -> AsyncOpenAI:
     return AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=DEADLINE_S)
 
 
-async def call_of(server: GatewayServer, method: str, path: str, **fields: Any) -> tuple[int, Any]:
-    async with ClientSession(server.base_url) as client, client.request(method, path, **fields) as response:
+async def call_of(
+    server: GatewayServer, method: str, path: str, *, key: str | None = None, **fields: Any
+) -> tuple[int, Any]:
+    """Call with the run's key, or another one."""
+    headers = {"Authorization": f"Bearer {server.token if key is None else key}"}
+    async with (
+        ClientSession(server.base_url, headers=headers) as client,
+        client.request(method, path, **fields) as response,
+    ):
         return response.status, await response.json()
 
 
@@ -136,7 +144,7 @@ def test_without_a_session_the_echoed_tokens_tell_the_chain():
     async def use(server: GatewayServer) -> None:
         messages: list[Any] = [HI]
         seen: list[int] = []
-        async with client_of(f"{server.base_url}/v1") as client:
+        async with client_of(f"{server.base_url}/v1", server.token) as client:
             for _ in range(3):
                 said = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
                 extra: Any = said.model_extra
@@ -234,10 +242,14 @@ def test_a_server_that_is_full_is_429():
             with pytest.raises(openai.RateLimitError) as error:
                 await client.chat.completions.create(model="policy", messages=[HI])
             assert error.value.response.headers["Retry-After"] == "1"
+        assert (await call_of(server, "POST", "/sessions"))[0] == 200
         status, body = await call_of(server, "POST", "/sessions")
         assert (status, body["error"]["type"], body["error"]["code"]) == (429, "rate_limit_error", "too_many_sessions")
+        with pytest.raises(RequestError, match="1 sessions are open"):
+            server.open_session()
 
-    serve(FakeGeneration(), use, settings=ServerSettings(max_sessions=1), max_concurrent_calls=0)
+    settings = ServerSettings(max_sessions=1, max_client_sessions=1)
+    serve(FakeGeneration(), use, settings=settings, max_concurrent_calls=0)
 
 
 def test_a_fault_of_our_own_is_500_without_its_text(caplog):
@@ -340,17 +352,36 @@ def test_bound_to_all_addresses_the_server_wants_its_token():
         async with client_of(server.session_url(session_id), "guessed") as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.chat.completions.create(model="policy", messages=[HI])
-        async with client_of(server.session_url(session_id), server.token) as client:
-            assert await client.chat.completions.create(model="policy", messages=[HI])
-        assert (await call_of(server, "POST", "/sessions"))[0] == 401
+        for key in (server.token, session_id):
+            async with client_of(server.session_url(session_id), key) as client:
+                assert await client.chat.completions.create(model="policy", messages=[HI])
+        assert (await call_of(server, "POST", "/sessions", key=""))[0] == 401
         assert (await call_of(server, "GET", "/health"))[0] == 200
 
     serve(FakeGeneration(), use, settings=ServerSettings(host="0.0.0.0", advertised_host="127.0.0.1"))
 
 
-def test_on_a_loopback_address_no_token_is_needed():
+def test_a_sessions_key_opens_its_calls_and_nothing_else():
     async def use(server: GatewayServer) -> None:
-        assert server.token is None
+        own, other = server.open_session(), server.open_session()
+        call = f"/sessions/{own}/v1/chat/completions", {"messages": [HI]}
+        for key in ("", "guessed", own):
+            assert (await call_of(server, "POST", call[0], key=key, json=call[1]))[0] == 200
+        owner_only = [("POST", "/sessions", None)]
+        for session_id in (own, other):
+            path = f"/sessions/{session_id}"
+            owner_only += [("GET", path, None), ("DELETE", path, None), ("POST", f"{path}/reward", {"reward": 1})]
+        for method, path, body in owner_only:
+            for key in ("", "guessed", own):
+                status, answer = await call_of(server, method, path, key=key, json=body)
+                assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), (method, path)
+        for path in ("/v1/chat/completions", "/v1/messages/count_tokens"):
+            body = {"messages": [HI], "model": "m", "max_tokens": 1}
+            assert (await call_of(server, "POST", path, key="guessed", json=body))[0] == 401
+            assert (await call_of(server, "POST", path, key=own, json=body))[0] == 200
+        assert server.num_sessions == 2
+        assert server.close_session(other).num_calls == 0
+        assert server.close_session(own).rewards == {}
 
     serve(FakeGeneration(), use)
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway.codec import ReadingRules, strip_thinking
-from nemo_rl.gateway.schema import session_body
+from nemo_rl.gateway.codec import ReadingRules
+from nemo_rl.gateway.markup import strip_thinking
+from nemo_rl.gateway.session_api import session_body
 from nemo_rl.gateway.sessions import Chain, Echo, Session, history_digest, tools_digest
 from nemo_rl.types import Message, ToolCall, WeightSpan
 from tests.unit.gateway.engines import CALL_TEXT, TOOL, codec_of, completion_of, text_of, tokens_of

@@ -7,7 +7,8 @@ from nemo_rl.config.loading import load_config
 from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.config.registries import ENGINES
 from nemo_rl.errors import ConfigError, GenerationError
-from nemo_rl.generation.engines import CustomEngineConfig, EngineModel, make_generation
+from nemo_rl.generation.driver_engines import CustomEngineConfig
+from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.recipes import find_recipe
 from tests.fakes.generation import FakeGeneration
 

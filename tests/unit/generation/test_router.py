@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.router import MAX_DEATHS, ReplicatedGeneration
-from nemo_rl.interfaces import WeightManifest, Weights
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
-from nemo_rl.weight_sync.refit import engine_replicas
+from nemo_rl.weight_manifests import WeightManifest, Weights
+from nemo_rl.weight_sync.transports import engine_replicas
 from tests.fakes.generation import FakeGeneration, sample
 from tests.fakes.virtual_time import run_in_virtual_time
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.distributed.machine import Activity
+from nemo_rl.distributed.processes import Activity
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.requests import generate_by_deadline
-from nemo_rl.generation.vllm.engine import VllmGeneration, importing_vllm, to_completion
+from nemo_rl.generation.vllm.engine import VllmGeneration, to_completion
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig
-from nemo_rl.interfaces import DeviceWeights, WeightManifest
+from nemo_rl.generation.vllm.process_environment import importing_vllm
 from nemo_rl.types import Completion, FailedRequest, WeightSpan
+from nemo_rl.weight_manifests import DeviceWeights, WeightManifest
 from tests.contracts.engines import answers, request
 from tests.fakes.virtual_time import run_in_virtual_time
 
@@ -79,7 +80,7 @@ def test_death_of_the_engine_ends_all_requests():
 
 
 def test_engine_keeps_no_deadline_that_fires_before_that_of_the_request():
-    """Background collection gives a request `policy.generation.timeout_s` times A + 1 (docs/async.md)."""
+    """Background collection gives a request `policy.generation.timeout_s` times A + 1 (docs/rollouts.md)."""
     engine = dying_engine()
 
     async def generate(prompt: Any, params: Any, request_id: str) -> Any:
@@ -147,7 +148,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, activity: Callable[[int], Activity]
     async def answer(*args: Any, **kwargs: Any) -> None:
         await is_done.wait()
 
-    monkeypatch.setattr("nemo_rl.distributed.machine.read_activity", poll)
+    monkeypatch.setattr("nemo_rl.distributed.processes.read_activity", poll)
     engine = controlled(answer, control_s=600)
     engine._pids = frozenset({2**30})  # of no process
     engine._stall_timeout_s = 0.04  # four polls

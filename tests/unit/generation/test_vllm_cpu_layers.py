@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from nemo_rl.generation.vllm.engine import importing_vllm
+from nemo_rl.generation.vllm.process_environment import importing_vllm
 
 with importing_vllm("cpu"):
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
@@ -16,7 +16,7 @@ with importing_vllm("cpu"):
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    from nemo_rl.generation.vllm import cpu_layers, worker
+    from nemo_rl.generation.vllm.cpu import layers, worker
 
 
 def make_processor(head_dtype: torch.dtype | None) -> Any:
@@ -35,9 +35,9 @@ def make_head() -> Any:
 
 
 def test_workers_make_these_layers(norm: Any) -> None:
-    assert worker.cpu_layers is cpu_layers
-    assert type(make_processor(None)) is cpu_layers.Float32LogitsProcessor
-    assert type(norm) is cpu_layers.Float32ResidualRMSNorm
+    assert worker.layers is layers
+    assert type(make_processor(None)) is layers.Float32LogitsProcessor
+    assert type(norm) is layers.Float32ResidualRMSNorm
 
 
 @pytest.mark.parametrize("head_dtype", [None, torch.bfloat16, torch.float32])
@@ -46,8 +46,8 @@ def test_logits_are_float32_sums_where_the_engine_asks_for_float32(
 ):
     torch.manual_seed(0)
     head, hidden, calls = make_head(), torch.randn(5, 64).bfloat16(), []
-    product = cpu_layers.float32_product
-    monkeypatch.setattr(cpu_layers, "float32_product", lambda *args: (calls.append(args), product(*args))[1])
+    product = layers.float32_product
+    monkeypatch.setattr(layers, "float32_product", lambda *args: (calls.append(args), product(*args))[1])
     found = make_processor(head_dtype)._apply_head(head, hidden, None)
     exact = hidden.double() @ head.weight.double().T
     assert len(calls) == (head_dtype is torch.float32)
@@ -117,14 +117,14 @@ def seeded(*seeds: int) -> dict[int, torch.Generator]:
 
 def test_numbers_of_a_request_are_those_of_splitmix64() -> None:
     """Seed 0 mixes to 0, so that its stream is the published one of SplitMix64 from the state 0."""
-    streams, generators = cpu_layers.RequestStreams(), seeded(0)
+    streams, generators = layers.RequestStreams(), seeded(0)
     published = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
     assert [int(streams.next_seeds(generators, 1)) for _ in range(3)] == [number >> 33 for number in published]
 
 
 def test_numbers_depend_on_seed_and_position_alone() -> None:
     """Not on the row, nor on the others of the batch, nor on steps in which the request waited."""
-    alone, together = cpu_layers.RequestStreams(), cpu_layers.RequestStreams()
+    alone, together = layers.RequestStreams(), layers.RequestStreams()
     one, other = torch.Generator().manual_seed(2**63 - 1), torch.Generator().manual_seed(5)
     expected = [int(alone.next_seeds({0: one}, 1)) for _ in range(3)]
     first = together.next_seeds({2: one, 0: other}, 3)
@@ -137,7 +137,7 @@ def test_numbers_depend_on_seed_and_position_alone() -> None:
 
 def make_sampler() -> TopKTopPSampler:
     sampler = TopKTopPSampler("processed_logprobs")
-    cpu_layers.use_request_streams(sampler)
+    layers.use_request_streams(sampler)
     return sampler
 
 
@@ -174,6 +174,6 @@ def test_other_requests_are_left_to_vllm(case: str) -> None:
     sampler = TopKTopPSampler("processed_logits" if case == "logits as log-probs" else "processed_logprobs")
     sampler.use_fp64_gumbel = case == "noise in float64"
     sampler.forward = Mock(return_value="vLLM's")
-    cpu_layers.use_request_streams(sampler)
+    layers.use_request_streams(sampler)
     logits, generators = torch.zeros(2, 10), {} if case == "no seeds" else seeded(1, 2)
     assert sampler(logits, generators, None, None) == "vLLM's"

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.gateway.codec import Codec, ReadingRules, find_reasoning_parser, find_tool_parser
+from nemo_rl.gateway.codec import Codec, ReadingRules
+from nemo_rl.gateway.markup import find_reasoning_parser, find_tool_parser
 from nemo_rl.types import Guide
 from tests.unit.gateway.engines import TOOL, encoder_of, tokens_of
 
@@ -27,7 +28,7 @@ def test_names_are_those_of_vllms_registry_and_known_without_importing_it() -> N
         "from nemo_rl.generation.vllm.parsers import vllm_parser_names as names\n"
         "tools, reasoning = names('tool'), names('reasoning')\n"
         "assert 'vllm' not in sys.modules\n"
-        "from nemo_rl.generation.vllm.engine import importing_vllm\n"
+        "from nemo_rl.generation.vllm.process_environment import importing_vllm\n"
         "with importing_vllm('cpu'):\n"
         "    from vllm.reasoning import ReasoningParserManager as R\n"
         "    from vllm.tool_parsers import ToolParserManager as T\n"

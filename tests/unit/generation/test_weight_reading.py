@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.distributed import actors
 from nemo_rl.errors import WeightSyncError
-from nemo_rl.generation import weight_reading as node_file
+from nemo_rl.generation import node_file
 from nemo_rl.generation.weight_reading import map_weights
-from nemo_rl.interfaces import DeviceWeights, LocalWeights, WeightChunks
-from nemo_rl.weight_sync.refit import PutWeights
+from nemo_rl.weight_manifests import DeviceWeights, LocalWeights, WeightChunks
+from nemo_rl.weight_sync import object_store
+from nemo_rl.weight_sync.object_store import PutWeights
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
         stored.append(content)
         return len(stored) - 1
 
-    monkeypatch.setattr(actors, "put_bytes", put)
+    monkeypatch.setattr(object_store, "put_bytes", put)
     monkeypatch.setattr(node_file, "get_bytes", lambda reference, timeout_s: stored[reference])
     monkeypatch.setattr(node_file, "default_directory", lambda: tmp_path)
     return stored

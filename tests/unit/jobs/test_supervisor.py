@@ -13,7 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_rl.jobs.supervisor import Death, Limits, RestartPolicy, Watch
+from nemo_rl import durable_files
+from nemo_rl.command_line import ExitCode, run_command
+from nemo_rl.jobs.supervisor import RUN, Death, Limits, RestartPolicy, Watch
 
 ROOT = Path(__file__).parents[3]
 HEAD = """
@@ -172,6 +174,30 @@ if start == 0:
     assert [event["cause"] for event in case.named("died")] == ["RolloutError: of the stack"]
 
 
+def test_user_code_that_ends_the_command_is_named_even_where_it_says_that_all_is_done(case: Case) -> None:
+    body = """
+from nemo_rl.observability.user_code_record import USER_CODE
+with heartbeat.beating():
+    USER_CODE.open(Path.cwd())
+    heartbeat.record(phase="training", step=start, checkpoint_dir=str(Path.cwd()))
+    while heartbeat.read(Path(os.environ[heartbeat.VARIABLE])).get("checkpoint_dir") is None:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    USER_CODE.begin("rewards:short")
+    if start < 2:
+        os._exit(start)
+    USER_CODE.close()
+    sys.exit(130)
+"""
+    assert case.run(body, "--restarts", "2") == 130, (case.directory / "output").read_text()
+    named = "user code in flight: rewards:short (`isolated: true` in its entry of env keeps it apart)"
+    assert [event["cause"] for event in case.named("died")] == [f"exit code 0; {named}", f"exit code 1; {named}"]
+    [ended] = case.named("ended")
+    assert ended["reason"].endswith(
+        "no signal came through the supervisor; user code that was called last: rewards:short"
+    )
+
+
 def test_bad_input_is_not_tried_again(case: Case) -> None:
     assert case.run("sys.exit(2)") == 2
     assert len(case.named("started")) == 1
@@ -203,7 +229,7 @@ if start == 0:
     assert not psutil.pid_exists(int((case.directory / "orphan").read_text()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_the_command_whose_exit_code_ends_the_supervision(case: Case, number: int) -> None:
     body = """
 def stop(number, frame):
@@ -211,6 +237,7 @@ def stop(number, frame):
     sys.exit(130)
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGHUP, stop)
 Path("ready").touch()
 time.sleep(600)
 """
@@ -278,3 +305,12 @@ def test_bad_options_are_refused_by_name(
     assert run(["run", *arguments]) == 2
     assert text in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_directory_of_another_supervisor_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(durable_files, "LOCK_WAIT_S", 0.0)
+    with durable_files.hold_directory(tmp_path, key="key"):
+        assert run_command(RUN, ["--directory", str(tmp_path), "--", "grpo"]) == ExitCode.BAD_INPUT
+    assert f"--directory = {str(tmp_path)!r}: in use by process {os.getpid()} on " in capsys.readouterr().err

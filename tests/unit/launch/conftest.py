@@ -14,13 +14,19 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_rl.config.loading import load_config, load_distillation_config
-from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig
+from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, TrainingRunConfig
 from nemo_rl.launch import training as session
+from nemo_rl.launch.placement_plan import placement_plan
+from nemo_rl.launch.resolved_run import find_layout
 from nemo_rl.quickstart.models import make_tokenizer
 
 MAX_LENGTH = 32  # tokens of a rollout; a question of one letter takes 17 with the template around it
 Recipe = Callable[..., GRPORunConfig]
 DistillationRecipe = Callable[..., DistillationRunConfig]
+
+
+def plan_of(config: TrainingRunConfig) -> str:
+    return placement_plan(config, find_layout(config))
 
 
 @pytest.fixture(scope="session")

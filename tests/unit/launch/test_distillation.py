@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.loop import TrainingProgress
+from nemo_rl.algorithms.training_progress import TrainingProgress
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.hf import HFGeneration
 from nemo_rl.launch.training import run_training
-from nemo_rl.launch.workers import placement_plan
 from nemo_rl.metric_names import find_undocumented
 from nemo_rl.quickstart.models import make_tokenizer
-from tests.unit.launch.conftest import DistillationRecipe, Recipe
+from tests.unit.launch.conftest import DistillationRecipe, Recipe, plan_of
 from tests.unit.launch.scoring import Counting
 
 pytestmark = pytest.mark.usefixtures("process_state")
@@ -178,7 +177,7 @@ def test_the_plan_shows_the_teachers(distillation_recipe: DistillationRecipe, te
         "server": {"base_urls": ["http://h:1"], "model": "m"},
     }
     config = distillation_recipe(f"++teachers.letters={json.dumps(served)}".replace('"', ""))
-    lines = placement_plan(config).splitlines()
+    lines = plan_of(config).splitlines()
     assert f"#   teacher: {teacher_directory}, FSDP2, 1 rank on cpu, float32" in lines
     assert "#   teachers.letters: m served at http://h:1" in lines
 
@@ -187,7 +186,7 @@ def test_the_plan_shows_a_teacher_on_stages_and_one_that_they_do_not_divide_is_r
     distillation_recipe: DistillationRecipe, teacher_directory: Path
 ) -> None:
     stages = "++teacher.megatron_cfg={enabled: true, pipeline_model_parallel_size: %s}"
-    plan = placement_plan(distillation_recipe(stages % 2))
+    plan = plan_of(distillation_recipe(stages % 2))
     ranks = "Megatron, 2 ranks (1 data x 2 pipeline x 1 tensor parallel) on cpu: node 0"
     assert f"#   teacher: {teacher_directory}, {ranks}, float32" in plan.splitlines()
     said = refusal(distillation_recipe(stages % 7))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.commands import run_command
-from nemo_rl.launch.commands import GRPO
+from nemo_rl.command_line import run_command
 from nemo_rl.launch.project import CONSTRAINTS, ENGINES, INIT
+from nemo_rl.launch.recipe_commands import GRPO
 
 ROOT = Path(__file__).parents[3]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -54,7 +54,7 @@ def test_its_own_tests_pass(project: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("passed: ") == 3
+    assert done.stdout.count("passed: ") == 4
 
 
 def test_grpo_reads_the_recipe_of_the_directory(

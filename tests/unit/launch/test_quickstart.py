@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.algorithms.run import Interrupt, cancel_on_sigterm
+from nemo_rl.algorithms.interrupt import Interrupt, cancel_on_termination
 from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.launch import models as quickstart
@@ -97,7 +97,7 @@ def test_a_signal_ends_the_making_at_its_next_step_and_leaves_nothing(tmp_path, 
             os.kill(os.getpid(), number)
 
     async def make() -> None:
-        with cancel_on_sigterm():
+        with cancel_on_termination():
             await prepare_model(tmp_path / "model", LONG, on_step=on_step)
 
     with pytest.raises((asyncio.CancelledError, KeyboardInterrupt)):

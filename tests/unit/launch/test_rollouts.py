@@ -9,103 +9,105 @@ from openai import OpenAI
 
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.data.datasets import PromptSet
+from nemo_rl.data.prompt_sets import PromptSet
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.errors import ConfigError
-from nemo_rl.experience.agents import CommandAgent, FunctionAgent
-from nemo_rl.experience.rollouts import (
-    RolloutDependencies,
-    RolloutJob,
-    RolloutOptions,
-    run_multi_turn_rollout_async_generation,
-)
-from nemo_rl.experience.sources import FilteredSource, SyncSource
-from nemo_rl.launch.rollouts import (
-    Inputs,
-    load_inputs,
-    load_prompts,
-    make_agents,
-    make_codec,
-    make_limits,
-    make_sampling,
-    make_source,
-    make_validator,
-)
+from nemo_rl.experience.command_agent import CommandAgent
+from nemo_rl.experience.filtered_source import FilteredSource
+from nemo_rl.experience.function_agent import FunctionAgent
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
+from nemo_rl.experience.rollouts import run_multi_turn_rollout_async_generation
+from nemo_rl.experience.sync_source import SyncSource
+from nemo_rl.experience.turns import RolloutJob
+from nemo_rl.launch.agent_layer import make_agents, make_codec
+from nemo_rl.launch.resolved_run import ResolvedRun, resolve_run
+from nemo_rl.launch.sampling import make_limits, make_sampling
 from nemo_rl.launch.training import run_training
+from nemo_rl.launch.training_source import make_source, make_validator
 from nemo_rl.types import Message, Prompt, StopReason
-from tests.fakes.chat_tokenizer import chat_tokenizer
 from tests.fakes.encoder import END, FakeEncoder
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration
 from tests.fakes.gym_stack import FakeGymStack, row_of, spell_and_play
 from tests.templates import byte_tokenizer
-from tests.unit.algorithms.run_setup import HELD_OUT, TRAINED, VOCAB_SIZE, make_config, prompts
+from tests.unit.algorithms.run_setup import HELD_OUT, TRAINED, VOCAB_SIZE, make_config, make_resolved_run, prompts
 from tests.unit.experience.rollout_setup import check_environment
 from tests.unit.launch.conftest import MAX_LENGTH, Recipe
 
 
-def loaded(config: GRPORunConfig, model_path: str) -> Inputs:
-    return load_inputs(config, model_path, load_prompts(config))
+def resolved(config: GRPORunConfig) -> ResolvedRun:
+    return asyncio.run(resolve_run(config))
 
 
-def test_inputs_are_prompts_their_encoder_and_probes_of_the_first_prompts(
-    recipe: Recipe, model_directory: Path
-) -> None:
-    inputs = loaded(recipe("weight_sync.num_probe_prompts=2"), str(model_directory))
-    assert [p.messages[0].content for p in inputs.train.prompts] == list("abcdef")
-    assert {p.task_name for p in inputs.train.prompts} == {"letters"}
-    assert inputs.validation == ()
-    assert inputs.probes == tuple(
-        flat_token_ids(inputs.encoder.encode_prompt(p.messages)) for p in inputs.train.prompts[:2]
+def test_inputs_are_prompts_their_encoder_and_probes_of_the_first_prompts(recipe: Recipe) -> None:
+    run = resolved(recipe("weight_sync.num_probe_prompts=2"))
+    assert [p.messages[0].content for p in run.train.prompts] == list("abcdef")
+    assert {p.task_name for p in run.train.prompts} == {"letters"}
+    assert run.validation == ()
+    assert run.probes == tuple(
+        flat_token_ids(run.policy.encoder.encode_prompt(p.messages)) for p in run.train.prompts[:2]
     )
-    assert str(inputs.tokenizer.decode(list(inputs.probes[0]))).endswith("<|im_start|>assistant\n")
+    assert str(run.policy.tokenizer.decode(list(run.probes[0]))).endswith("<|im_start|>assistant\n")
 
 
-def test_a_task_without_an_environment_names_entry_and_data_set(recipe: Recipe, model_directory: Path) -> None:
+def test_a_task_without_an_environment_names_entry_and_data_set(recipe: Recipe) -> None:
     config = recipe("~env.letters", "data.train.env_name=null", "++env.letter={type: math}")
     with pytest.raises(ConfigError, match=r"env\.math = None: needed by the dataset 'train'; known: letter"):
-        loaded(config, str(model_directory))
+        resolved(config)
 
 
-def test_a_validation_sets_task_needs_its_environment_too(
-    recipe: Recipe, model_directory: Path, tmp_path: Path
-) -> None:
+def test_a_validation_sets_task_needs_its_environment_too(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "held_out.jsonl").write_text(json.dumps({"input": "z", "output": "z"}) + "\n")
     config = recipe(f"++data.validation={{dataset_name: jsonl, data_path: {tmp_path / 'held_out.jsonl'}, name: held}}")
     with pytest.raises(ConfigError, match=r"env\.math = None: needed by the dataset 'held'; known: letters"):
-        loaded(config, str(model_directory))
+        resolved(config)
 
 
-def test_a_prompt_needs_room_for_one_sampled_token(recipe: Recipe, model_directory: Path) -> None:
-    inputs = loaded(recipe(), str(model_directory))
-    longest = max(len(flat_token_ids(inputs.encoder.encode_prompt(p.messages))) for p in inputs.train.prompts)
+def test_a_prompt_needs_room_for_one_sampled_token(recipe: Recipe) -> None:
+    run = resolved(recipe())
+    longest = max(len(flat_token_ids(run.policy.encoder.encode_prompt(p.messages))) for p in run.train.prompts)
     small = "policy.generation.max_new_tokens=1"
-    loaded(recipe(small, f"policy.max_total_sequence_length={longest + 1}"), str(model_directory))
+    resolved(recipe(small, f"policy.max_total_sequence_length={longest + 1}"))
     with pytest.raises(ConfigError, match=rf"data\.max_input_seq_length = {longest - 1}.*has {longest} tokens"):
-        loaded(recipe(small, f"policy.max_total_sequence_length={longest}"), str(model_directory))
+        resolved(recipe(small, f"policy.max_total_sequence_length={longest}"))
     assert longest < MAX_LENGTH
 
 
-def test_max_input_seq_length_limits_prompts_further(recipe: Recipe, model_directory: Path) -> None:
+def test_max_input_seq_length_limits_prompts_further(recipe: Recipe) -> None:
     with pytest.raises(ConfigError, match=r"data\.max_input_seq_length = 3"):
-        loaded(recipe("data.max_input_seq_length=3"), str(model_directory))
+        resolved(recipe("data.max_input_seq_length=3"))
 
 
-def test_sequences_longer_than_the_model_takes_are_refused(recipe: Recipe, model_directory: Path) -> None:
+def test_one_prompt_that_is_too_long_ends_a_run_only_if_it_is_to_be_refused(recipe: Recipe, tmp_path: Path) -> None:
+    rows = [{"input": text, "output": text.upper()} for text in ("a" * 30, "b", "c")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held = f"++data.validation={{dataset_name: jsonl, data_path: {path}, name: held, env_name: letters}}"
+    words = (f"data.train.data_path={path}", held, "++data.disjoint=false", "weight_sync.num_probe_prompts=1")
+    run = resolved(recipe(*words))
+    assert run.overlong_measured == {"held": 1}
+    assert "user\nb<" in str(run.policy.tokenizer.decode(list(run.probes[0])))
+    with pytest.raises(ConfigError, match=r"data\.max_input_seq_length = 31: prompt \w+ of 'jsonl' has \d+ tokens"):
+        resolved(recipe(*words, "++data.overlong=refuse"))
+
+
+def test_sequences_longer_than_the_model_takes_are_refused(recipe: Recipe) -> None:
     with pytest.raises(ConfigError, match=r"policy\.max_total_sequence_length = 100000: the model takes \d+ tokens"):
-        loaded(recipe("policy.max_total_sequence_length=100000"), str(model_directory))
+        resolved(recipe("policy.max_total_sequence_length=100000"))
 
 
-def inputs(*, validation: bool = True) -> Inputs:
-    held_out = (PromptSet("held_out", prompts(2, HELD_OUT)),) if validation else ()
-    return Inputs(chat_tokenizer(), FakeEncoder(), PromptSet("train", prompts(4)), held_out, ())
+VALIDATION = (PromptSet("held_out", prompts(2, HELD_OUT)),)
+
+
+def fake_run(config: GRPORunConfig) -> ResolvedRun:
+    return make_resolved_run(config, PromptSet("train", prompts(4)), *VALIDATION)
 
 
 def dependencies(config: GRPORunConfig, generation: FakeGeneration | None = None) -> RolloutDependencies:
     generation = generation or FakeGeneration(vocab_size=VOCAB_SIZE)
     environments = {name: check_environment(FakeEnvironment()) for name in (TRAINED, HELD_OUT)}
-    return RolloutDependencies(generation, environments, inputs().encoder, make_limits(config))
+    return RolloutDependencies(generation, environments, FakeEncoder(), make_limits(config))
 
 
 # ---- sampling
@@ -151,7 +153,7 @@ def test_limits_and_seed_are_those_of_the_configuration() -> None:
     assert (limits.max_turns, limits.max_total_length, limits.max_retries) == (3, 64, 4)
     assert (limits.stall_timeout_s, limits.retry_backoff_s, limits.generation_timeout_s) == (9.0, 0.25, 11.0)
     assert make_limits(config, max_retries=0).max_retries == 0
-    validator = make_validator(config, inputs(), dependencies(config))
+    validator = make_validator(config, VALIDATION, dependencies(config))
     assert validator is not None
     assert (validator.seed, validator.sampling.stop_token_ids) == (5, (END,))
 
@@ -162,14 +164,14 @@ def test_limits_and_seed_are_those_of_the_configuration() -> None:
 def drawn(config: GRPORunConfig) -> list[int]:
     """Requests of the first step, and prompts drawn for it."""
     generation = FakeGeneration(vocab_size=VOCAB_SIZE)
-    source = make_source(config, inputs(), dependencies(config, generation))
+    source = make_source(fake_run(config), dependencies(config, generation))
     asyncio.run(source.next_groups(0))
     return [len(generation.requests), source.state_dict()["consumed_prompts"]]
 
 
 def test_training_draws_a_steps_prompts_with_all_their_generations() -> None:
     config = make_config()
-    assert isinstance(make_source(config, inputs(), dependencies(config)), SyncSource)
+    assert isinstance(make_source(fake_run(config), dependencies(config)), SyncSource)
     assert drawn(config) == [6, 2]
 
 
@@ -177,14 +179,14 @@ def test_dynamic_sampling_filters_and_draws_more_at_once() -> None:
     config = make_config(
         grpo={"use_dynamic_sampling": True, "batch_multiplier": 1.5, "dynamic_sampling_max_gen_batches": 1}
     )
-    assert isinstance(make_source(config, inputs(), dependencies(config)), FilteredSource)
+    assert isinstance(make_source(fake_run(config), dependencies(config)), FilteredSource)
     assert drawn(config) == [9, 3]
 
 
 def order(*, shuffle: bool, seed: int) -> list[str]:
     """Prompts of an epoch."""
     config = make_config(data={"shuffle": shuffle}, grpo={"num_prompts_per_step": 4, "seed": seed})
-    source = make_source(config, inputs(), dependencies(config))
+    source = make_source(fake_run(config), dependencies(config))
     return [group.prompt.prompt_id for group in asyncio.run(source.next_groups(0)).groups]
 
 
@@ -202,7 +204,7 @@ def test_prompts_come_in_their_order_or_in_that_of_the_seed() -> None:
 
 def test_without_validation_sets_there_is_no_validator() -> None:
     config = make_config()
-    assert make_validator(config, inputs(validation=False), dependencies(config)) is None
+    assert make_validator(config, (), dependencies(config)) is None
 
 
 @pytest.mark.parametrize(("val_temperature", "expected"), [(None, 0.7), (0.0, 0.0), (0.2, 0.2)])
@@ -210,7 +212,7 @@ def test_validation_samples_at_its_own_temperature_else_at_trainings(
     val_temperature: float | None, expected: float
 ) -> None:
     config = make_config(grpo={"val_temperature": val_temperature}, policy={"generation": {"temperature": 0.7}})
-    validator = make_validator(config, inputs(), dependencies(config))
+    validator = make_validator(config, VALIDATION, dependencies(config))
     assert validator is not None
     assert validator.sampling.temperature == expected
 
@@ -218,7 +220,7 @@ def test_validation_samples_at_its_own_temperature_else_at_trainings(
 def test_the_validator_has_the_sizes_of_the_configuration() -> None:
     sizes = {"val_num_generations_per_prompt": 4, "val_batch_size": 5, "max_val_samples": None, "val_greedy": True}
     config = make_config(grpo=sizes)
-    validator = make_validator(config, inputs(), dependencies(config))
+    validator = make_validator(config, VALIDATION, dependencies(config))
     assert validator is not None
     assert (validator.num_generations_per_prompt, validator.batch_size) == (4, 5)
     assert (validator.max_samples, validator.greedy) == (None, True)
@@ -237,7 +239,7 @@ def test_a_function_that_hangs_fails_its_item_alone_and_those_that_wait_for_a_th
             for i, state in enumerate(states)
         ]
         generation = FakeGeneration(vocab_size=VOCAB_SIZE)
-        setup = RolloutDependencies(generation, {"f": environment}, inputs().encoder, make_limits(config))
+        setup = RolloutDependencies(generation, {"f": environment}, FakeEncoder(), make_limits(config))
         options = RolloutOptions(make_sampling(config, ()), config.seed)
         trajectories = await run_multi_turn_rollout_async_generation(jobs, setup, options)
         await environment.close()

@@ -1,6 +1,7 @@
 """Background collection in the real loop, with the hf engine in float32."""
 
 import asyncio
+import errno
 import gc
 import json
 import math
@@ -8,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl import durable_files
 from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.algorithms.grpo import RequiredLogprobs
-from nemo_rl.algorithms.loop import TrainingProgress
+from nemo_rl.algorithms.training_progress import TrainingProgress
+from nemo_rl.command_line import ExitCode, exit_code_of
 from nemo_rl.distributed import cluster
-from nemo_rl.errors import ConfigError
-from nemo_rl.launch import rollouts
+from nemo_rl.errors import ConfigError, PolicyError, RecordError
+from nemo_rl.experience import rollout_writer
+from nemo_rl.launch import memory_plan, training
 from nemo_rl.launch.training import (
     GC_THRESHOLDS,
     open_run,
@@ -23,6 +27,7 @@ from nemo_rl.launch.training import (
 )
 from nemo_rl.losses.make import make_loss
 from nemo_rl.metric_names import find_undocumented, ranking_metrics
+from nemo_rl.observability import loggers
 from tests.unit.launch.conftest import Recipe
 from tests.unit.launch.scoring import Closing
 
@@ -92,6 +97,35 @@ def test_a_run_of_real_parts_trains_writes_its_files_and_ends_with_a_summary(
     assert f"Continue    uv run train.py checkpointing.checkpoint_dir={checkpoints} grpo.max_num_steps=2\n" in out
 
 
+def test_full_run_directory_is_in_the_summary_and_an_error(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(loggers, "append_whole", refuse)
+    monkeypatch.setattr(rollout_writer, "append_whole", refuse)
+    with pytest.raises(RecordError, match=r"metrics\.jsonl lacks \d+, .*train\.jsonl lacks 6"):
+        trained(recipe)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Lost"))
+    assert line.endswith("rollouts/train.jsonl lacks 6")
+    assert exit_code_of(RecordError) == ExitCode.FAILED
+
+
+def test_checkpoint_directory_that_another_run_uses_is_refused(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_files, "LOCK_WAIT_S", 0.0)
+    overrides = ("checkpointing.enabled=true", f"checkpointing.checkpoint_dir={tmp_path / 'saved'}")
+    with (
+        durable_files.hold_directory(tmp_path / "saved", key="key"),
+        pytest.raises(ConfigError, match=r"checkpointing\.checkpoint_dir = .*saved.*in use by process"),
+    ):
+        trained(recipe, *overrides)
+    assert not list((tmp_path / "saved").glob("step_*"))
+    assert trained(recipe, *overrides).position.step == 1
+
+
 def test_a_run_whose_data_ended_goes_on_with_more_epochs(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("checkpointing.enabled=true", "grpo.max_num_steps=100")
     num_steps = trained(recipe, *overrides, "grpo.max_num_epochs=1").position.step
@@ -119,6 +153,26 @@ def test_what_was_opened_is_closed_where_a_later_part_is_refused(recipe: Recipe,
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_start_logs_what_does_not_fit_and_advises_on_an_error_of_memory(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def open_parts(*_: object, **__: object) -> None:
+        raise PolicyError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(training, "open_rollout_parts", open_parts)
+    monkeypatch.setattr(memory_plan.os, "sysconf", lambda name: 1)
+
+    async def main() -> None:
+        async with open_run(recipe()):
+            raise AssertionError("opened")
+
+    with pytest.raises(PolicyError) as raised:
+        asyncio.run(main())
+    (advice,) = raised.value.__notes__
+    assert "a smaller policy.train_micro_batch_size" in advice
+    assert any("does not fit: training needs" in message for message in caplog.messages)
+
+
 def test_the_cluster_gets_room_for_a_steps_batches_before_anything_else_connects(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,11 +181,11 @@ def test_the_cluster_gets_room_for_a_steps_batches_before_anything_else_connects
     def connect(address: str | None, *, object_store_bytes: int, env_vars: dict[str, str]) -> None:
         calls.append((address, object_store_bytes))
 
-    async def open_parts(*arguments: object) -> None:
+    async def open_parts(*arguments: object, **options: object) -> None:
         raise ConfigError("env", "letters", f"opened after {calls}")
 
     monkeypatch.setattr(cluster, "connect", connect)
-    monkeypatch.setattr(rollouts, "open_rollout_parts", open_parts)
+    monkeypatch.setattr(training, "open_rollout_parts", open_parts)
 
     async def main() -> None:
         async with open_run(recipe("++cluster.address=head:6379")):
@@ -179,6 +233,20 @@ def train_in_background(
         row = json.loads(line)
         metrics.setdefault(row["step"], {}).update(row)
     return training, metrics
+
+
+@pytest.mark.parametrize(("overlong", "num_rollouts"), [("drop", 6), ("mask", 3)])
+def test_a_run_trains_beside_a_prompt_that_is_too_long(
+    recipe: Recipe, tmp_path: Path, overlong: str, num_rollouts: int
+) -> None:
+    rows = [{"input": text, "output": text} for text in ("a" * 40, "b", "c", "d")]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (f"data.train.data_path={tmp_path / 'long.jsonl'}", "++data.shuffle=false", f"++data.overlong={overlong}")
+    training = asyncio.run(run_training(recipe(*words, f"logger.log_dir={tmp_path / overlong}"), "uv run train.py"))
+    (path,) = (tmp_path / overlong).glob("*/metrics.jsonl")
+    (row,) = (line for line in map(json.loads, path.read_text().splitlines()) if "train/loss" in line)
+    assert (row["train/overlong_prompts"], row["train/num_rollouts"]) == (1, num_rollouts)
+    assert training.position.source_state["consumed_prompts"] == (3 if overlong == "drop" else 2)
 
 
 def test_with_a_bound_of_0_the_asynchronous_run_equals_the_synchronous_one(recipe: Recipe, tmp_path: Path) -> None:

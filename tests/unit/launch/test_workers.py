@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -6,17 +7,20 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.collect import CollectRunConfig
-from nemo_rl.config.layout import make_layout
+from nemo_rl.config.layout import Layout
+from nemo_rl.config.layout_planner import make_layout
 from nemo_rl.config.loading import load_collect_config, load_eval_config
-from nemo_rl.errors import GenerationError, WorkerError
+from nemo_rl.errors import ConfigError, GenerationError, WorkerError
 from nemo_rl.launch import workers
-from nemo_rl.launch.workers import _open_generation, _started, _takes_turns, collection_placement_plan, placement_plan
-from nemo_rl.policy.offload import DeviceRoom, MeasureRoom
-from tests.unit.launch.conftest import Recipe
+from nemo_rl.launch.memory_plan import GB, make_run_memory
+from nemo_rl.launch.placement_plan import collection_placement_plan
+from nemo_rl.launch.workers import _open_generation, _started, _takes_turns
+from tests.unit.launch.conftest import Recipe, plan_of
+from tests.unit.launch.cuda_recipes import CUDA_RECIPES, downloaded, recipe_and_layout  # noqa: F401
 
 
 def test_the_plan_has_a_line_a_part(recipe: Recipe) -> None:
-    assert placement_plan(recipe("policy.model_name=m")).splitlines() == [
+    assert plan_of(recipe("policy.model_name=m")).splitlines() == [
         "# placement",
         "#   policy: m, FSDP2, 1 rank on cpu, float32",
         "#   reference policy: none (no KL penalty)",
@@ -44,7 +48,7 @@ def test_the_plan_has_a_line_a_part(recipe: Recipe) -> None:
     ],
 )
 def test_the_plan_follows_the_configuration(recipe: Recipe, override: str, line: str) -> None:
-    assert line in placement_plan(recipe(override)).splitlines()
+    assert line in plan_of(recipe(override)).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -87,18 +91,18 @@ def test_the_plan_follows_the_configuration(recipe: Recipe, override: str, line:
 def test_the_plan_of_a_cluster_names_nodes_and_gpus(
     recipe: Recipe, overrides: tuple[str, ...], lines: list[str]
 ) -> None:
-    plan = placement_plan(recipe("policy.model_name=m", "policy.generation.backend=vllm", *overrides)).splitlines()
+    plan = plan_of(recipe("policy.model_name=m", "policy.generation.backend=vllm", *overrides)).splitlines()
     assert set(lines) <= set(plan)
 
 
 def test_reference_under_adapters_is_the_policy_itself(recipe: Recipe) -> None:
     adapters = "policy.dtensor_cfg={lora_cfg: {enabled: true}}"
-    lines = placement_plan(recipe("loss_fn.reference_policy_kl_penalty=0.1", adapters)).splitlines()
+    lines = plan_of(recipe("loss_fn.reference_policy_kl_penalty=0.1", adapters)).splitlines()
     assert "#   reference policy: the policy without its adapters" in lines
 
 
-QUICKSTART = Path(__file__).parents[3] / "nemo_rl" / "recipes" / "collect.yaml"
-EVALUATION = Path(__file__).parents[3] / "nemo_rl" / "recipes" / "eval.yaml"
+QUICKSTART = Path(__file__).parents[3] / "examples" / "configs" / "collect.yaml"
+EVALUATION = Path(__file__).parents[3] / "examples" / "configs" / "eval.yaml"
 
 
 def collection(*overrides: str) -> CollectRunConfig:
@@ -141,39 +145,69 @@ def test_the_plan_of_a_comparison_names_both_models_in_turn() -> None:
 
 
 class Measured:
-    """A policy whose device has some room."""
+    """A policy whose device has this memory."""
 
-    def __init__(self, room: DeviceRoom) -> None:
-        self.room, self.num_measured = room, 0
+    def __init__(self, gigabytes: int) -> None:
+        self.capacity, self.num_measured = gigabytes * GB, 0
 
-    async def run_with_weights(self, use: object) -> DeviceRoom:
-        assert isinstance(use, MeasureRoom)
+    async def run_with_weights(self, use: object) -> int:
+        assert use is workers._measure_device
         self.num_measured += 1
-        return self.room
+        return self.capacity
 
 
-ROOMY, FULL = DeviceRoom(10**9, 60 * 10**9, 141 * 10**9), DeviceRoom(10**9, 20 * 10**9, 141 * 10**9)
-VLLM = "policy.generation={backend: vllm}"
+def turns_and_measurements(config: Any, layout: Layout, gigabytes: int) -> tuple[bool, int]:
+    policy: Any = Measured(gigabytes)
+    return asyncio.run(_takes_turns(config, layout, policy)), policy.num_measured
 
 
+VLLM, RECIPE = "policy.generation={backend: vllm}", "examples/configs/grpo_math_1B.yaml"
+
+
+@pytest.mark.usefixtures("downloaded")
 @pytest.mark.parametrize(
-    ("overrides", "room", "has_teachers", "expected"),
+    ("overrides", "gigabytes", "expected"),
     [
-        ((VLLM,), ROOMY, False, (False, 1)),
-        ((VLLM,), FULL, False, (True, 1)),
-        ((VLLM,), ROOMY, True, (True, 0)),
-        ((VLLM, "++policy.offload=always"), ROOMY, False, (True, 0)),
-        ((VLLM, "++policy.offload=never"), FULL, False, (False, 0)),
-        (("policy.generation={backend: hf}",), FULL, False, (False, 0)),  # never sleeps
+        ((), 180, (False, 1)),  # 176 GB with both awake
+        ((), 141, (True, 1)),
+        (("++policy.offload=always",), 180, (True, 0)),
+        (("++policy.offload=never",), 24, (False, 0)),
+        (("policy.generation.vllm_cfg={enable_sleep_mode: false}",), 24, (False, 0)),
+        (("policy.generation.backend=hf",), 24, (False, 0)),  # never sleeps
+        (("policy.model_name=our/model",), 180, (True, 1)),  # of unknown size
     ],
 )
-def test_policy_and_engine_take_turns_unless_both_fit(
-    recipe: Recipe, overrides: tuple[str, ...], room: DeviceRoom, has_teachers: bool, expected: tuple[bool, int]
+def test_policy_and_engine_take_turns_unless_the_plan_holds_both(
+    overrides: tuple[str, ...], gigabytes: int, expected: tuple[bool, int]
 ) -> None:
-    config, policy = recipe(*overrides), Measured(room)
-    layout = make_layout(config, "cuda")
-    turns = asyncio.run(_takes_turns(config, layout, policy, has_teachers=has_teachers))  # type: ignore[arg-type]
-    assert (turns, policy.num_measured) == expected
+    assert turns_and_measurements(*recipe_and_layout(RECIPE, *overrides), gigabytes) == expected
+
+
+@pytest.mark.usefixtures("downloaded")
+def test_teachers_on_the_policys_device_need_turns() -> None:
+    found = recipe_and_layout("examples/configs/distillation_math.yaml")
+    assert turns_and_measurements(*found, 1000) == (True, 1)
+
+
+@pytest.mark.usefixtures("downloaded")
+@pytest.mark.parametrize("recipe", CUDA_RECIPES)
+def test_the_decision_of_a_run_agrees_with_the_plan_on_every_device(recipe: str) -> None:
+    cells = 0
+    for devices in (1, 2, 4, 8):
+        try:
+            config, layout = recipe_and_layout(recipe, f"++cluster.gpus_per_node={devices}", "++cluster.num_nodes=1")
+        except ConfigError:  # fewer devices than tensor-parallel ranks
+            continue
+        for gigabytes in (24, 48, 80, 141, 180):
+            memory = make_run_memory(config, layout, gigabytes * GB)
+            if not memory.shares_device or memory.engine is None:
+                continue
+            awake = replace(memory, offload="never").devices()["policy and engine"]
+            assert all("engine weights" in moment.parts for moment in awake)
+            fits = memory.offload == "auto" and all(moment.total <= memory.capacity for moment in awake)
+            assert turns_and_measurements(config, layout, gigabytes)[0] == (not fits), (devices, gigabytes)
+            cells += 1
+    assert cells >= 10 or "sft" in recipe or "async" in recipe
 
 
 def test_vllm_has_its_own_process_where_validation_runs_beside_training(

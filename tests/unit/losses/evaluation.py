@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.config.registries import LOSSES
-from nemo_rl.interfaces import Normalizer, TokenScores
+from nemo_rl.loss_types import Normalizer, TokenScores
 from nemo_rl.losses.make import make_loss
 from tests.unit.algorithms.batches import make_batch, normalizer_of
 
@@ -28,15 +28,28 @@ def three_tokens(**changes: Any) -> TensorDict:
 
 
 def evaluate(
-    batch: TensorDict, logprobs: Any, normalizer: Normalizer | None = None, **options: Any
+    batch: TensorDict,
+    logprobs: Any,
+    normalizer: Normalizer | None = None,
+    entropy: torch.Tensor | None = None,
+    **options: Any,
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Return loss, gradient of the log-probs [B, T], metrics."""
     current = torch.tensor(logprobs, requires_grad=True)
     loss_fn = make_loss(LOSSES.read(options))
-    loss, metrics = loss_fn(TokenScores(current), batch, normalizer or normalizer_of(batch))
+    if not loss_fn.required_scores.entropy:
+        entropy = None
+    elif entropy is None:
+        entropy = entropy_of(current)
+    loss, metrics = loss_fn(TokenScores(current, entropy=entropy), batch, normalizer or normalizer_of(batch))
     loss.backward()
     assert current.grad is not None
     return float(loss.detach()), current.grad, {name: float(m.value) for name, m in metrics.items()}
+
+
+def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return -p log p of each token, which stands for the entropy of its distribution."""
+    return -logprobs.exp() * logprobs
 
 
 def random_batch(seed: int = 0) -> tuple[TensorDict, torch.Tensor]:
@@ -93,6 +106,28 @@ EVERY_OPTION: dict[str, dict[str, Any]] = {
         "truncated_importance_sampling_ratio": 1.05,
         "truncated_importance_sampling_ratio_min": 0.95,
     },
+    "sequence_mask": {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "sequence_mask",
+        "truncated_importance_sampling_ratio": 1.5,
+    },
+    "sequence_truncate": {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "sequence_truncate",
+        "truncated_importance_sampling_ratio": 1.5,
+        "truncated_importance_sampling_ratio_min": 0.5,
+    },
+    "against the engine": {"ratio_against": "generation", "log_ratio_penalty": 0.1},
+    "off-policy mask": {"off_policy_mask_threshold": 0.05},
+    "entropy bonus": {"entropy_coef": 0.1},
+    "k3 pathwise": {"reference_policy_kl_penalty": 0.1, "reference_policy_kl_gradient": "pathwise"},
+    "k3 with k2's gradient": {"reference_policy_kl_penalty": 0.1, "reference_policy_kl_gradient": "k2"},
+    "gspo_token": {"type": "gspo_token"},
+    "gmpo": {"type": "gmpo"},
+    "vespo": {"type": "vespo"},
+    "vespo corrected": {"type": "vespo", "use_importance_sampling_correction": True},
+    "dppo": {"type": "dppo", "ratio_clip_min": 0.05, "ratio_clip_max": 0.05},
+    "dppo by kl, truncated": {"type": "dppo", "divergence": "kl", "ratio_clip_c": 1.2},
     "vapo": {"positive_example_nll_weight": 0.2},
     "sapo": {"type": "sapo"},
     "constant divisor": {"token_level_loss": False, "trajectory_token_divisor": 8.0},

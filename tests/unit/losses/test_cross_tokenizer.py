@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.config.loss import CrossTokenizerConfig
-from nemo_rl.interfaces import Normalizer, TokenScores, TopK
-from nemo_rl.losses.distillation import DistillationLossConfig
+from nemo_rl.loss_types import Normalizer, TokenScores, TopK
+from nemo_rl.losses.distillation_section import DistillationLossConfig
 from nemo_rl.losses.divergences import CrossTokenizerLoss, later_logprobs
 
 TWO = Normalizer(num_valid_tokens=2.0, num_valid_trajectories=1.0)

@@ -18,11 +18,12 @@ from nemo_rl import batch as keys
 from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.config.loss import CrossTokenizerConfig
 from nemo_rl.config.registries import ADVANTAGE_ESTIMATORS, LOSSES
-from nemo_rl.interfaces import LossFn, Normalizer, TokenScores, TopK
-from nemo_rl.losses.distillation import DistillationLossConfig
+from nemo_rl.interfaces import LossFn
+from nemo_rl.loss_types import Normalizer, TokenScores, TopK
+from nemo_rl.losses.distillation_section import DistillationLossConfig
 from nemo_rl.losses.divergences import CrossTokenizerLoss, TopKDivergence
+from nemo_rl.losses.likelihood import NegativeLogLikelihood
 from nemo_rl.losses.make import make_loss
-from nemo_rl.losses.supervised import NegativeLogLikelihood
 from tests.unit.algorithms.batches import make_batch
 
 RESPONSES = list(itertools.product((0, 1), repeat=3))
@@ -133,7 +134,13 @@ ON_POLICY: dict[str, dict[str, Any]] = {
     "ppo, on-policy ratio": {**SUM, "force_on_policy_ratio": True},
     "ppo, dual clip": {**SUM, "ratio_clip_c": 3.0},
     "gspo": {"type": "gspo", "trajectory_token_divisor": 1.0},
+    "gspo_token": {"type": "gspo_token", "trajectory_token_divisor": 1.0},
+    "gmpo": {"type": "gmpo", "trajectory_token_divisor": 1.0},
     "cispo": {"type": "cispo", **SUM},
+    "vespo": {"type": "vespo", **SUM},
+    "dppo": {"type": "dppo", **SUM},
+    "dppo, truncated": {"type": "dppo", "ratio_clip_c": 3.0, **SUM},
+    "ppo, against the engine": {"ratio_against": "generation", **SUM},
     "sapo": {"type": "sapo", "trajectory_token_divisor": 1.0},
     "reinforce": {"type": "reinforce", **SUM},
     "clip_cov without eligible tokens": {"type": "clip_cov", "clip_cov_lb": 1e6, "clip_cov_ub": 1e7, **SUM},
@@ -159,6 +166,20 @@ def test_the_groups_own_mean_shrinks_the_gradient_by_one_over_g() -> None:
     for size in (2, 3):
         gradient = expected_gradient(SUM, {"normalize_rewards": False}, group_size=size)
         assert_minimizes(gradient, lambda z, size=size: -expected_reward(z) * (size - 1) / size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_lead_over_the_second_best_climbs_the_expected_best_of_the_group(size: int) -> None:
+    def best(logits: Tensor) -> Tensor:
+        groups = torch.tensor(list(itertools.product(range(8), repeat=size)))
+        return (probabilities(logits)[groups].prod(-1) * REWARDS[groups].amax(-1)).sum()
+
+    gradient = expected_gradient(SUM, {"name": "grpo_passk", "normalize_rewards": False}, group_size=size)
+    assert_minimizes(gradient, lambda z: -best(z) / size)
+
+
+def test_weighted_by_equal_lengths_the_baseline_is_the_groups_mean() -> None:
+    assert_minimizes(expected_gradient(SUM, {"name": "opo"}), lambda z: -expected_reward(z) / 2)
 
 
 # ---- off policy ----
@@ -213,6 +234,47 @@ OFF_POLICY: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
 }
 
 
+def density(w: Tensor) -> Tensor:
+    """VESPO's weight of responses with A >= 0."""
+    return w.square() * (3 * (1 - w)).exp()
+
+
+def within(bound: float) -> Callable[[Tensor], Tensor]:
+    """Return the surrogate of `dppo` with total variation, whose rewards are 0 or more."""
+
+    def objective(logits: Tensor) -> Tensor:
+        moved = logprobs_of(POLICY).exp() - logprobs_of(ENGINE).exp()
+        assert 0 < (moved > bound).sum() < 24
+        ratio = (logprobs_of(logits) - logprobs_of(ENGINE)).exp()
+        return -(probabilities(ENGINE) * REWARDS * (ratio * (moved <= bound)).sum(-1)).sum()
+
+    return objective
+
+
+OFF_POLICY |= {
+    "gspo_token clipped": (
+        {"type": "gspo_token", "trajectory_token_divisor": 1.0, "ratio_clip_min": 0.1, "ratio_clip_max": 0.1},
+        OFF_POLICY["gspo clipped"][1],
+    ),
+    "gmpo": (
+        {"type": "gmpo", "trajectory_token_divisor": 1.0, "ratio_clip_max": 0.2},
+        surrogate(lambda r: 3 * r.log().clamp(max=0.2).mean(-1, keepdim=True).exp()),
+    ),
+    "vespo": (
+        {"type": "vespo", **SUM},
+        surrogate(lambda r: density(r.detach().prod(-1, keepdim=True)) * r.log()),
+    ),
+    "dppo": ({"type": "dppo", "ratio_clip_max": 0.1, **SUM}, within(0.1)),
+    "dro": (
+        {"type": "reinforce", "log_ratio_penalty": 0.2, **SUM},
+        lambda z: (
+            surrogate(lambda r: r.log())(z)
+            + 0.2 * (probabilities(ENGINE) * (logprobs_of(z) - logprobs_of(ENGINE)).square().sum(-1)).sum()
+        ),
+    ),
+}
+
+
 def without_high_covariance(logits: Tensor) -> Tensor:
     """The surrogate of `clip_cov` with all eligible tokens held back; means are over the 24 tokens."""
     advantages = REWARDS[:, None].expand(8, 3)
@@ -239,6 +301,19 @@ def test_off_policy_each_loss_descends_its_surrogate(name: str) -> None:
 def test_weights_of_whole_sequences_correct_for_the_engine_exactly() -> None:
     loss = {"type": "gspo", "trajectory_token_divisor": 1.0, "use_importance_sampling_correction": True}
     assert_minimizes(expected_gradient(loss, LOO, behavior=ENGINE), lambda z: -expected_reward(z))
+
+
+@pytest.mark.parametrize("kind", ["sequence_mask", "sequence_truncate"])
+def test_products_of_a_sequences_weights_correct_for_the_engine_up_to_their_bound(kind: str) -> None:
+    loss = {**SUM, "type": "reinforce", "use_importance_sampling_correction": True}
+    loss |= {"truncated_importance_sampling_type": kind, "truncated_importance_sampling_ratio": 1.2}
+    weight = probabilities(POLICY) / probabilities(ENGINE)
+    assert (weight > 1.2).any()
+    used = weight.clamp(max=1.2) if kind == "sequence_truncate" else weight * (weight <= 1.2)
+    assert_minimizes(
+        expected_gradient(loss, RAW, behavior=ENGINE, group_size=1),
+        lambda z: -(probabilities(ENGINE) * REWARDS * used * logprobs_of(z).sum(-1)).sum(),
+    )
 
 
 @pytest.mark.parametrize("kind", [None, "tis", "icepop"])
@@ -278,6 +353,23 @@ def test_k2_has_the_gradient_of_the_mean_square() -> None:
         return 0.3 * (visits(POLICY) * (lp.exp() * (ref - lp) ** 2 / 2).sum(-1)).sum()
 
     assert_minimizes(gradient, objective)
+
+
+@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
+def test_k2s_gradient_is_the_divergences_and_the_own_one_is_the_estimates(kl_type: str) -> None:
+    loss = {**SUM, "reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": kl_type}
+    borrowed = expected_gradient({**loss, "reference_policy_kl_gradient": "k2"}, RAW, rewards=REWARDS * 0, group_size=1)
+    assert_minimizes(borrowed, lambda z: 0.3 * (visits(POLICY) * divergences(z, REFERENCE)).sum())
+    own = expected_gradient(
+        {**loss, "reference_policy_kl_gradient": "pathwise"}, RAW, rewards=REWARDS * 0, group_size=1
+    )
+
+    def estimates(logits: Tensor) -> Tensor:
+        d = logprobs_of(REFERENCE) - logprobs_of(logits)
+        k = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[kl_type]
+        return 0.3 * (probabilities(POLICY) * k.sum(-1)).sum()
+
+    torch.testing.assert_close(own.double(), derivative(estimates), rtol=0, atol=2e-6)
 
 
 def test_k1_in_the_reward_has_the_gradient_of_the_divergence() -> None:
@@ -448,7 +540,7 @@ def test_every_loss_and_every_estimator_is_enumerated() -> None:
     policy_gradient = {options.get("type", "ppo") for options, _ in OFF_POLICY.values()}
     assert policy_gradient == {options.get("type", "ppo") for options in ON_POLICY.values()}
     assert policy_gradient | {"distillation"} == set(LOSSES.names)
-    assert set(ADVANTAGE_ESTIMATORS.names) == {"grpo", "gdpo", "reinforce_plus_plus", "opd"}
+    assert set(ADVANTAGE_ESTIMATORS.names) == {"grpo", "grpo_passk", "opo", "gdpo", "reinforce_plus_plus", "opd"}
 
 
 # ---- positive examples ----

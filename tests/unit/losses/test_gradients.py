@@ -6,8 +6,9 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl.config.registries import LOSSES
-from nemo_rl.interfaces import Normalizer, TokenScores
+from nemo_rl.loss_types import TokenScores
 from nemo_rl.losses.make import make_loss
+from nemo_rl.testing import check_loss
 from tests.unit.algorithms.batches import make_batch, normalizer_of
 from tests.unit.losses.evaluation import (
     EVERY_OPTION,
@@ -56,39 +57,25 @@ def test_gradient_is_the_slope_of_the_loss(name: str) -> None:
 
 
 @every_option
-@pytest.mark.parametrize("split", [(1, 1, 1, 1, 1, 1), (4, 2), (1, 5)])
-def test_any_split_into_micro_batches_adds_up(options: dict[str, Any], split: tuple[int, ...]) -> None:
-    batch, current = random_batch(3)
-    normalizer = normalizer_of(batch)
-    loss, gradient, metrics = evaluate(batch, current.tolist(), **options)
-    parts = [
-        evaluate(micro_batch, logprobs.tolist(), normalizer, **options)
-        for micro_batch, logprobs in zip(batch.split(list(split)), current.split(list(split)), strict=True)
-    ]
-    assert sum(part[0] for part in parts) == pytest.approx(loss, abs=1e-6)
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient)
-    for name, value in metrics.items():
-        reduce = min if name.endswith("_min") else max if name.endswith("_max") or name.startswith("max_") else sum
-        assert reduce(part[2][name] for part in parts) == pytest.approx(value, abs=1e-5), name
+@pytest.mark.parametrize("masked_value", [math.nan, -math.inf, 1e30])
+def test_contract_of_losses_holds_for_every_option(options: dict[str, Any], masked_value: float) -> None:
+    check_loss(options.get("type", "ppo"), masked_value=masked_value, **options)
+
+
+@pytest.mark.parametrize("name", LOSSES.names)
+def test_contract_of_losses_holds_for_every_loss(name: str) -> None:
+    """clip_cov and kl_cov choose tokens by their covariance in the micro-batch."""
+    check_loss(name, adds_up=name not in ("clip_cov", "kl_cov"))
 
 
 @every_option
-def test_nothing_under_the_mask_reaches_loss_gradient_or_metrics(options: dict[str, Any]) -> None:
-    batch, current = random_batch(4)
-    clean = evaluate(batch, current.tolist(), **options)
-    masked = (batch["token_mask"] * batch["sample_mask"][:, None]) == 0
-    spoilt = batch.clone()
-    for name, rubbish in (
-        ("prev_logprobs", math.nan),
-        ("generation_logprobs", -math.inf),
-        ("reference_logprobs", 1e30),
-        ("advantages", math.nan),
-    ):
-        spoilt[name] = batch[name].masked_fill(masked, rubbish)
-    dirty = evaluate(spoilt, current.masked_fill(masked, -1e30).tolist(), **options)
-    assert dirty[0] == clean[0]
-    assert torch.equal(dirty[1], clean[1])
-    assert dirty[2] == clean[2]
+def test_names_of_extremes_say_how_they_are_reduced(options: dict[str, Any]) -> None:
+    batch, current = random_batch(3)
+    _, metrics = make_loss(LOSSES.read(options))(TokenScores(current), batch, normalizer_of(batch))
+    for name, metric in metrics.items():
+        is_max = name.endswith("_max") or name.startswith("max_")
+        assert (metric.reduction == "min") == name.endswith("_min"), name
+        assert (metric.reduction == "max") == is_max, name
 
 
 @every_option
@@ -113,12 +100,3 @@ def test_a_ratio_beyond_float32_leaves_the_gradient_finite() -> None:
 def test_the_first_token_carries_no_loss() -> None:
     batch = make_batch([[1, 1]], advantages=[[1.0, 1.0]])
     assert evaluate(batch, [[-1.0, -1.0]])[1].tolist() == [[0.0, -1.0]]
-
-
-@every_option
-def test_a_micro_batch_without_a_valid_token_is_zero(options: dict[str, Any]) -> None:
-    batch, current = random_batch(6)
-    batch["sample_mask"] = torch.zeros(6)
-    loss, gradient, _ = evaluate(batch, current.tolist(), Normalizer(0.0, 0.0), **options)
-    assert loss == 0
-    assert not gradient.any()

@@ -12,7 +12,7 @@ from nemo_rl.config.loading import load_config
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig
 from nemo_rl.config.registries import LOSSES
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import TokenScores
+from nemo_rl.loss_types import TokenScores
 from nemo_rl.losses.make import make_loss
 from tests.unit.algorithms.batches import normalizer_of
 from tests.unit.algorithms.run_setup import make_config

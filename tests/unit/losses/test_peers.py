@@ -22,28 +22,37 @@ LENGTHS = (5, 2, 4, 3)  # tokens that are trained
 RANDOM = np.random.default_rng(7)
 MASK = np.array([[0.0] + [1.0] * n + [0.0] * (5 - n) for n in LENGTHS])
 PREV = -RANDOM.uniform(0.2, 2.0, MASK.shape)
-CURRENT = PREV + RANDOM.normal(0, 0.5, MASK.shape)
+CURRENT = np.minimum(PREV + RANDOM.normal(0, 0.5, MASK.shape), -0.05)
 ADVANTAGES = np.array([1.2, -0.7, 0.4, -1.6])[:, None] * np.ones(MASK.shape)
 REWARDS = np.array([1.0, 0.0, 0.5, 0.25])
-RATIO = np.exp(CURRENT - PREV)
-SEQUENCE_RATIO = np.exp(((CURRENT - PREV) * MASK).sum(1, keepdims=True) / MASK.sum(1, keepdims=True))
+GENERATION = PREV + RANDOM.normal(0, 0.4, MASK.shape)
+REFERENCE = -RANDOM.uniform(0.2, 2.0, MASK.shape)
+ENTROPY = RANDOM.uniform(0.1, 2.0, MASK.shape)
 
 TABLE = next(t for t in tables(DOCS / "losses.md") if t.head == ("peer", "its options", "options here"))
 ROWS = [(f"{peer} {CODE.findall(options)[0]}", CODE.findall(here)[0]) for peer, options, here in TABLE.rows]
 
 
-# ---- the peers' terms and means ----
+# ---- the peers' terms and means: functions of the current log-probs; CURRENT stands where a peer detaches ----
 
 
-def clipped(ratio: Array, cap: float = np.inf) -> Array:
+def ratio(current: Array, base: Array = PREV) -> Array:
+    return np.exp(current - base)
+
+
+def mean_log_ratio(current: Array) -> Array:
+    return ((current - PREV) * MASK).sum(1, keepdims=True) / MASK.sum(1, keepdims=True)
+
+
+def clipped(r: Array, cap: float = np.inf) -> Array:
     """The surrogate with both bounds at 0.2; `cap` bounds the ratio of tokens with A < 0, or, as `delta`, of all."""
-    surrogate = np.maximum(-ADVANTAGES * ratio, -ADVANTAGES * np.clip(ratio, 0.8, 1.2))
+    surrogate = np.maximum(-ADVANTAGES * r, -ADVANTAGES * np.clip(r, 0.8, 1.2))
     return np.where(ADVANTAGES < 0, np.minimum(surrogate, -ADVANTAGES * cap), surrogate)
 
 
-def soft_gate(ratio: Array) -> Array:
+def soft_gate(r: Array) -> Array:
     tau = np.where(ADVANTAGES > 0, 1.0, 1.05)
-    return -ADVANTAGES * 4 / (tau * (1 + np.exp(-tau * (ratio - 1))))
+    return -ADVANTAGES * 4 / (tau * (1 + np.exp(-tau * (r - 1))))
 
 
 def covariance() -> Array:
@@ -52,18 +61,69 @@ def covariance() -> Array:
     return np.where(valid, centred, -np.inf)
 
 
-def clip_cov() -> Array:
-    is_clipped = -ADVANTAGES * np.clip(RATIO, 0.8, 1.2) > -ADVANTAGES * RATIO
+def clip_cov(current: Array) -> Array:
+    is_clipped = -ADVANTAGES * np.clip(ratio(CURRENT), 0.8, 1.2) > -ADVANTAGES * ratio(CURRENT)
     eligible = (covariance() > 0.05) & (covariance() < 5) & ~is_clipped
     assert 0 < eligible.sum() < MASK.sum()
-    return np.where(eligible, 0.0, clipped(RATIO))
+    return np.where(eligible, 0.0, clipped(ratio(current)))
 
 
-def kl_cov() -> Array:
+def kl_cov(current: Array) -> Array:
     chosen = np.argsort(-covariance().ravel())[: int(0.3 * MASK.sum())]
     pays = np.zeros(MASK.size)
     pays[chosen] = 1
-    return -ADVANTAGES * RATIO + 0.5 * pays.reshape(MASK.shape) * np.abs(CURRENT - PREV)
+    return -ADVANTAGES * ratio(current) + 0.5 * pays.reshape(MASK.shape) * np.abs(current - PREV)
+
+
+def vespo(current: Array, token_weights: Array | None = None) -> Array:
+    log_w = ((CURRENT - PREV) * MASK).sum(1, keepdims=True)
+    if token_weights is not None:
+        log_w = log_w + (np.log(token_weights) * MASK).sum(1, keepdims=True)
+    k, rate = np.where(ADVANTAGES >= 0, 2.0, 3.0), np.where(ADVANTAGES >= 0, 3.0, 2.0)
+    return -np.exp(rate + k * log_w - rate * np.exp(log_w)) * ADVANTAGES * current
+
+
+def dppo(current: Array, divergence: str) -> Array:
+    """Thresholds of 0.05, the ratio at most 1.2."""
+    p, q = np.exp(CURRENT), np.exp(PREV)
+    if divergence == "tv":
+        is_valid = np.where(ADVANTAGES > 0, p - q <= 0.05, p - q >= -0.05)
+    else:
+        kl = q * (PREV - CURRENT) + (1 - q) * np.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        is_valid = np.where(ADVANTAGES > 0, (kl <= 0.05) | (p <= q), (kl <= 0.05) | (p >= q))
+    assert 0 < (is_valid * MASK).sum() < MASK.sum()
+    return -ADVANTAGES * np.minimum(ratio(CURRENT), 1.2) * current * is_valid
+
+
+def prime_rl(current: Array, *, is_symmetric: bool, bound: float) -> Array:
+    moved = np.exp(CURRENT) - np.exp(GENERATION)
+    is_masked = np.where(ADVANTAGES > 0, moved > bound, moved < -bound)
+    if is_symmetric:
+        is_masked = np.abs(moved) > bound
+    assert 0 < (is_masked * MASK).sum() < MASK.sum()
+    return -ADVANTAGES * ratio(current, GENERATION) * ~is_masked + 1e-3 * (current - GENERATION) ** 2
+
+
+def geo_mean(current: Array) -> float:
+    sign, log_ratio = np.sign(ADVANTAGES), current - PREV
+    bounded = sign * np.minimum(sign * log_ratio, sign * np.clip(log_ratio, -0.2, 0.2))
+    means = (bounded * MASK).sum(1) / MASK.sum(1)
+    return float((-ADVANTAGES[:, 0] * np.exp(means)).mean())
+
+
+def near_policy(threshold: float) -> Array:
+    distance = ((GENERATION - CURRENT) * MASK).sum(1, keepdims=True) / MASK.sum(1, keepdims=True)
+    kept = (ADVANTAGES >= 0) | (distance <= threshold)
+    assert 0 < (kept * MASK).sum() < MASK.sum()
+    return kept
+
+
+def high_entropy(share: float) -> Array:
+    return np.quantile(ENTROPY[MASK > 0], 1 - share) <= ENTROPY
+
+
+def k3(current: Array) -> Array:
+    return np.exp(REFERENCE - current) - (REFERENCE - current) - 1
 
 
 def token_mean(loss: Array) -> float:
@@ -78,46 +138,109 @@ def sum_over(constant: float) -> Callable[[Array], float]:
     return lambda loss: float((loss * MASK).sum(1).mean() / constant)
 
 
-def positive_nll() -> float:
+def positive_nll(current: Array) -> float:
     positive = MASK * (REWARDS > 0)[:, None]
-    return token_mean(clipped(RATIO)) + 0.1 * float(-(CURRENT * positive).sum() / positive.sum())
+    return token_mean(clipped(ratio(current))) + 0.1 * float(-(current * positive).sum() / positive.sum())
 
 
-PEER_LOSSES: dict[str, float] = {
-    "TRL loss_type: grpo": mean_of_means(clipped(RATIO)),
-    "TRL loss_type: dapo": token_mean(clipped(RATIO)),
-    "TRL loss_type: bnpo": token_mean(clipped(RATIO)),
-    "TRL loss_type: dr_grpo, max_completion_length: 8": float((clipped(RATIO) * MASK).sum() / (4 * 8)),
-    "TRL loss_type: luspo, importance_sampling_level: sequence": float(
-        (clipped(SEQUENCE_RATIO)[:, 0] * np.array(LENGTHS)).mean()
+TOKEN_WEIGHTS = np.exp((PREV - GENERATION) * MASK)
+SEQUENCE_WEIGHTS = TOKEN_WEIGHTS.prod(1, keepdims=True)
+
+
+def masked(weights: Array, bound: float) -> Array:
+    assert 0 < (weights > bound).sum() < weights.size
+    return np.where(weights > bound, 0.0, weights)
+
+
+def dapo(weight: Array) -> Callable[[Array], float]:
+    return lambda c: token_mean(weight * clipped(ratio(c)))
+
+
+PeerLoss = Callable[[Array], float]
+PEER_LOSSES: dict[str, PeerLoss] = {
+    "TRL loss_type: grpo": lambda c: mean_of_means(clipped(ratio(c))),
+    "TRL loss_type: dapo": dapo(MASK),
+    "TRL loss_type: bnpo": dapo(MASK),
+    "TRL loss_type: dr_grpo, max_completion_length: 8": lambda c: float((clipped(ratio(c)) * MASK).sum() / (4 * 8)),
+    "TRL loss_type: luspo, importance_sampling_level: sequence": lambda c: float(
+        (clipped(np.exp(mean_log_ratio(c)))[:, 0] * np.array(LENGTHS)).mean()
     ),
-    "TRL loss_type: grpo, importance_sampling_level: sequence": float(clipped(SEQUENCE_RATIO)[:, 0].mean()),
-    "TRL loss_type: cispo, epsilon_high: 1.1": token_mean(-np.minimum(RATIO, 1.1) * ADVANTAGES * CURRENT),
-    "TRL loss_type: sapo, sapo_temperature_pos: 1.0, sapo_temperature_neg: 1.05": mean_of_means(soft_gate(RATIO)),
-    "TRL loss_type: dapo, delta: 1.3": token_mean(
-        -np.minimum(np.minimum(RATIO, 1.3) * ADVANTAGES, np.clip(RATIO, 0.8, 1.2) * ADVANTAGES)
+    "TRL loss_type: grpo, importance_sampling_level: sequence": lambda c: float(
+        clipped(np.exp(mean_log_ratio(c)))[:, 0].mean()
     ),
-    "verl loss_agg_mode: token-mean": token_mean(clipped(RATIO, 3.0)),
-    "verl loss_agg_mode: seq-mean-token-mean": mean_of_means(clipped(RATIO, 3.0)),
-    "verl loss_agg_mode: seq-mean-token-sum": sum_over(1)(clipped(RATIO, 3.0)),
-    "verl loss_agg_mode: seq-mean-token-sum-norm, loss_scale_factor: 8": sum_over(8)(clipped(RATIO, 3.0)),
-    "verl loss_mode: gspo, loss_agg_mode: seq-mean-token-mean": mean_of_means(clipped(SEQUENCE_RATIO)),
-    "verl loss_mode: sapo, tau_pos: 1.0, tau_neg: 1.05": mean_of_means(soft_gate(RATIO)),
-    "verl loss_mode: gpg, loss_agg_mode: token-mean": token_mean(-ADVANTAGES * CURRENT),
-    "verl loss_mode: clip_cov, clip_cov_ratio: 1.0, clip_cov_lb: 0.05, clip_cov_ub: 5.0": token_mean(clip_cov()),
-    "verl loss_mode: kl_cov, kl_cov_ratio: 0.3, ppo_kl_coef: 0.5": token_mean(kl_cov()),
-    "NeMo-RL positive_example_nll_weight: 0.1": positive_nll(),
+    "TRL loss_type: cispo, epsilon_high: 1.1": lambda c: token_mean(-np.minimum(ratio(CURRENT), 1.1) * ADVANTAGES * c),
+    "TRL loss_type: sapo, sapo_temperature_pos: 1.0, sapo_temperature_neg: 1.05": lambda c: mean_of_means(
+        soft_gate(ratio(c))
+    ),
+    "TRL loss_type: dapo, delta: 1.3": lambda c: token_mean(
+        -np.minimum(np.minimum(ratio(c), 1.3) * ADVANTAGES, np.clip(ratio(c), 0.8, 1.2) * ADVANTAGES)
+    ),
+    "TRL loss_type: vespo": lambda c: token_mean(vespo(c)),
+    "TRL loss_type: vespo, vllm_importance_sampling_mode: token_truncate": lambda c: token_mean(
+        vespo(c, np.minimum(TOKEN_WEIGHTS, 1.5))
+    ),
+    "TRL vllm_importance_sampling_mode: sequence_mask": dapo(masked(SEQUENCE_WEIGHTS, 1.5)),
+    "TRL vllm_importance_sampling_mode: sequence_truncate": dapo(np.minimum(SEQUENCE_WEIGHTS, 1.5)),
+    "TRL vllm_importance_sampling_mode: token_mask": dapo(masked(TOKEN_WEIGHTS, 1.5)),
+    "TRL vllm_importance_sampling_mode: token_truncate": dapo(np.minimum(TOKEN_WEIGHTS, 1.5)),
+    "TRL off_policy_mask_threshold: 0.1": dapo(near_policy(0.1)),
+    "TRL top_entropy_quantile: 0.4": dapo(high_entropy(0.4)),
+    "TRL entropy_coef: 0.1": lambda c: token_mean(clipped(ratio(c)) - 0.1 * ENTROPY),
+    "TRL beta: 0.1": lambda c: token_mean(clipped(ratio(c)) + 0.1 * k3(c)),
+    "verl loss_agg_mode: token-mean": lambda c: token_mean(clipped(ratio(c), 3.0)),
+    "verl loss_agg_mode: seq-mean-token-mean": lambda c: mean_of_means(clipped(ratio(c), 3.0)),
+    "verl loss_agg_mode: seq-mean-token-sum": lambda c: sum_over(1)(clipped(ratio(c), 3.0)),
+    "verl loss_agg_mode: seq-mean-token-sum-norm, loss_scale_factor: 8": lambda c: sum_over(8)(clipped(ratio(c), 3.0)),
+    "verl loss_mode: gspo, loss_agg_mode: seq-mean-token-mean": lambda c: mean_of_means(
+        clipped(np.exp(mean_log_ratio(CURRENT) + c - CURRENT))
+    ),
+    "verl loss_mode: geo_mean": geo_mean,
+    "verl loss_mode: dppo_tv, clip_ratio: 0.05, clip_ratio_c: 1.2": lambda c: token_mean(dppo(c, "tv")),
+    "verl loss_mode: dppo_kl, clip_ratio: 0.05, clip_ratio_c: 1.2": lambda c: token_mean(dppo(c, "kl")),
+    "verl loss_mode: dro, dro_beta: 0.4": lambda c: token_mean(-(c * ADVANTAGES - 0.2 * (c - PREV) ** 2)),
+    "verl loss_mode: sapo, tau_pos: 1.0, tau_neg: 1.05": lambda c: mean_of_means(soft_gate(ratio(c))),
+    "verl loss_mode: gpg, loss_agg_mode: token-mean": lambda c: token_mean(-ADVANTAGES * c),
+    "verl loss_mode: clip_cov, clip_cov_ratio: 1.0, clip_cov_lb: 0.05, clip_cov_ub: 5.0": lambda c: token_mean(
+        clip_cov(c)
+    ),
+    "verl loss_mode: kl_cov, kl_cov_ratio: 0.3, ppo_kl_coef: 0.5": lambda c: token_mean(kl_cov(c)),
+    "verl rollout_correction.bypass_mode: true": lambda c: token_mean(clipped(ratio(c, GENERATION), 3.0)),
+    "verl kl_loss_type: low_var_kl, kl_loss_coef: 0.1": lambda c: token_mean(clipped(ratio(c), 3.0) + 0.1 * k3(c)),
+    "verl kl_loss_type: k3+, kl_loss_coef: 0.1": lambda c: token_mean(
+        clipped(ratio(c), 3.0) + 0.1 * (k3(CURRENT) + ((c - REFERENCE) ** 2 - (CURRENT - REFERENCE) ** 2) / 2)
+    ),
+    "prime-rl loss.type: default": lambda c: token_mean(prime_rl(c, is_symmetric=False, bound=0.2)),
+    "prime-rl loss.type: ipo": lambda c: token_mean(prime_rl(c, is_symmetric=True, bound=0.1)),
+    "AReaL use_decoupled_loss: true, behav_imp_weight_cap: 1.5": dapo(masked(TOKEN_WEIGHTS, 1.5)),
+    "NeMo-RL positive_example_nll_weight: 0.1": positive_nll,
 }
+
+
+def gradient_of(loss: PeerLoss) -> Array:
+    """Return the central differences at CURRENT."""
+    gradient = np.zeros(MASK.shape)
+    for at in np.ndindex(MASK.shape):
+        step = np.zeros(MASK.shape)
+        step[at] = 1e-6
+        gradient[at] = (loss(CURRENT + step) - loss(CURRENT - step)) / 2e-6
+    return gradient
+
 
 GROUPS = np.array([[1.0, 0.0, 0.25, 0.5], [0.0, 0.0, 1.0, 0.0]])
 CENTRED = GROUPS - GROUPS.mean(1, keepdims=True)
 GROUP_STD = GROUPS.std(1, ddof=1, keepdims=True)
+GROUP_LENGTHS = np.array([[1, 3, 2, 1], [2, 1, 1, 3]])
+SECOND_BEST = np.sort(GROUPS, axis=1)[:, -2:-1]
+LEAD = np.where(GROUPS.max(1, keepdims=True) == GROUPS, GROUPS - SECOND_BEST, 0.0)
+WEIGHTED_MEAN = (GROUPS * GROUP_LENGTHS).sum(1, keepdims=True) / GROUP_LENGTHS.sum(1, keepdims=True)
 PEER_ADVANTAGES: dict[str, Array] = {
     "TRL scale_rewards: group": CENTRED / (GROUP_STD + 1e-4),
     "TRL scale_rewards: batch": CENTRED / (GROUPS.std(ddof=1) + 1e-4),
     "TRL scale_rewards: none": CENTRED,
     "verl adv_estimator: grpo": CENTRED / (GROUP_STD + 1e-6),
     "verl adv_estimator: grpo, norm_adv_by_std_in_grpo: false": CENTRED,
+    "verl adv_estimator: grpo_passk": LEAD / (GROUP_STD + 1e-6),
+    "verl adv_estimator: opo": GROUPS - WEIGHTED_MEAN,
     "verl adv_estimator: rloo": GROUPS - (GROUPS.sum(1, keepdims=True) - GROUPS) / 3,
 }
 
@@ -135,12 +258,17 @@ def test_options_of_the_table_compute_what_the_peer_computes(peer: str, here: st
             MASK.tolist(),
             rewards=REWARDS.tolist(),
             prev_logprobs=torch.tensor(PREV),
+            generation_logprobs=torch.tensor(GENERATION),
+            reference_logprobs=torch.tensor(REFERENCE),
             advantages=torch.tensor(ADVANTAGES),
         )
-        loss = evaluate(batch, CURRENT.astype(np.float32).tolist(), **options)[0]
-        assert loss == pytest.approx(PEER_LOSSES[peer], abs=2e-6)
+        entropy = torch.tensor(ENTROPY.astype(np.float32))
+        loss, gradient, _ = evaluate(batch, CURRENT.astype(np.float32).tolist(), entropy=entropy, **options)
+        assert loss == pytest.approx(PEER_LOSSES[peer](CURRENT), abs=3e-6)
+        assert gradient.numpy() == pytest.approx(gradient_of(PEER_LOSSES[peer]), abs=3e-6)
         return
-    batch = make_batch([[0, 1]] * 8, rewards=GROUPS.ravel().tolist(), group_id=[0] * 4 + [1] * 4)
+    masks = [[0] + [1] * length + [0] * (3 - length) for length in GROUP_LENGTHS.ravel()]
+    batch = make_batch(masks, rewards=GROUPS.ravel().tolist(), group_id=[0] * 4 + [1] * 4)
     estimator = make_advantage_estimator(ADVANTAGE_ESTIMATORS.read(options), LOSSES.new())
     assert estimator(batch)[:, 1].numpy() == pytest.approx(PEER_ADVANTAGES[peer].ravel(), abs=1e-6)
 

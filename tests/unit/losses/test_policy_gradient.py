@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from nemo_rl import batch as keys
+from nemo_rl.compat.translation import translate_loss_switches
 from nemo_rl.config.entry_checks import check_grpo
 from nemo_rl.config.registries import LOSSES
-from nemo_rl.config.translation import translate_loss_switches
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import TokenScores
+from nemo_rl.loss_types import TokenScores
 from nemo_rl.losses.make import make_loss
 from tests.unit.algorithms.batches import make_batch, normalizer_of
 from tests.unit.algorithms.run_setup import make_config
@@ -177,6 +177,28 @@ def test_previous_logprobs_are_used_only_where_something_reads_them(options: dic
         (
             {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio_min": 0.5},
             "truncated_importance_sampling_ratio",
+        ),
+        (
+            {"ratio_against": "generation", "use_importance_sampling_correction": True},
+            "use_importance_sampling_correction",
+        ),
+        ({"ratio_against": "generation", "force_on_policy_ratio": True}, "force_on_policy_ratio"),
+        (
+            {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1, "reference_policy_kl_gradient": "k2"},
+            "reference_policy_kl_gradient",
+        ),
+        (
+            {"reference_policy_kl_gradient": "pathwise", "use_on_policy_kl_approximation": True},
+            "use_on_policy_kl_approximation",
+        ),
+        (
+            {
+                "type": "vespo",
+                "use_importance_sampling_correction": True,
+                "truncated_importance_sampling_type": "sequence_mask",
+                "truncated_importance_sampling_ratio": 3.0,
+            },
+            "truncated_importance_sampling_type",
         ),
     ],
 )

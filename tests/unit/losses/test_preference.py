@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from nemo_rl import batch as keys
-from nemo_rl.config.supervised import DPOConfig
-from nemo_rl.data.supervised import PairSample, SupervisedSample, make_pair_batch
-from nemo_rl.interfaces import Normalizer, TokenScores
-from nemo_rl.losses.supervised import PreferenceLoss
+from nemo_rl.config.supervised_runs import DPOConfig
+from nemo_rl.data.supervised_samples import PairSample, SupervisedSample, make_pair_batch
+from nemo_rl.loss_types import Normalizer, TokenScores
+from nemo_rl.losses.preference import PreferenceLoss
 from nemo_rl.types import TrainingBatch
 
 # Two pairs of [prompt, prompt, answer...]: answers of 2 and 1, and of 1 and 2 tokens.
@@ -40,6 +40,23 @@ def measured(rows: torch.Tensor | None = None, **section: Any) -> tuple[float, d
         TokenScores(torch.tensor(LOGPROBS)[rows]), batch()[rows], Normalizer(6.0, 4.0)
     )
     return loss.item(), {name: float(metric.value) for name, metric in metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            {"label_smoothing": 0.1},
+            0.9 * (softplus(1.5) + softplus(-0.25)) / 2 + 0.1 * (softplus(-1.5) + softplus(0.25)) / 2,
+        ),
+        ({"loss_type": "hinge"}, (0.0 + 1.25) / 2),  # 1 - 1.5 < 0, 1 + .25
+        ({"loss_type": "ipo"}, ((3 - 1) ** 2 + (-0.5 - 1) ** 2) / 2),
+        ({"loss_type": "ipo", "preference_average_log_probs": True}, ((2 - 1) ** 2 + (0 - 1) ** 2) / 2),
+    ],
+    ids=str,
+)
+def test_losses_of_the_margins_3_and_minus_a_half(section: dict[str, Any], expected: float) -> None:
+    assert measured(reference_policy_kl_penalty=0.5, **section)[0] == pytest.approx(expected)
 
 
 def test_loss_and_metrics_are_those_by_hand() -> None:

@@ -7,8 +7,8 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
-from nemo_rl.interfaces import Normalizer, TokenScores
-from nemo_rl.losses.distillation import DistillationLossConfig
+from nemo_rl.loss_types import Normalizer, TokenScores
+from nemo_rl.losses.distillation_section import DistillationLossConfig
 from nemo_rl.losses.divergences import TopKDivergence
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import count_valid

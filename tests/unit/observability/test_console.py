@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from nemo_rl.config.run import LoggerConfig
+from nemo_rl.config.shared_sections import LoggerConfig
 from nemo_rl.observability.console import (
     HANDLER_NAME,
     NOISY_LIBRARIES,

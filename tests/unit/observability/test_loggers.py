@@ -1,11 +1,13 @@
 """Loggers (JSON Lines, TensorBoard, W&B, a user's own) and the timer of phases."""
 
 import asyncio
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,8 +15,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nemo_rl.config.run import LoggerConfig, WandbConfig
-from nemo_rl.errors import ConfigError
+from nemo_rl.config.shared_sections import LoggerConfig, WandbConfig
+from nemo_rl.errors import ConfigError, RecordError
 from nemo_rl.observability import loggers
 from nemo_rl.observability.loggers import (
     CompositeLogger,
@@ -25,6 +27,7 @@ from nemo_rl.observability.loggers import (
     has_api_key,
     make_logger,
 )
+from nemo_rl.observability.lost_records import LostRecords
 
 
 class Recorder:
@@ -58,6 +61,53 @@ def test_a_failing_logger_is_named_once_and_stops_nobody(caplog: pytest.LogCaptu
     [record] = caplog.records
     assert "the wandb logger failed" in record.getMessage()
     assert "disk full" in record.getMessage()
+
+
+def test_metrics_that_a_full_disk_does_not_take_are_counted_and_leave_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = LostRecords()
+    composite = make_logger(LoggerConfig(), tmp_path, {}, lost=lost)
+    composite.log_metrics({"train/loss": 0.5}, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_a_part_once(os.write))
+        composite.log_metrics({"train/loss": 0.25}, 2)
+    composite.log_metrics({"train/loss": 0.125}, 3)
+    composite.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 3]
+    assert str(lost) == "metrics.jsonl lacks 1"
+    with pytest.raises(RecordError, match=r"metrics\.jsonl lacks 1"):
+        lost.check()
+
+
+def write_a_part_once(write: Callable[[int, bytes], int]) -> Callable[[int, bytes], int]:
+    """Return a `write` to a disk that takes five bytes and is full then."""
+    calls = iter((5,))
+
+    def limited(descriptor: int, data: bytes) -> int:
+        for room in calls:
+            return write(descriptor, data[:room])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    return limited
+
+
+def test_only_failures_of_a_disk_count_as_lost_records() -> None:
+    for error, expected in ((OSError(errno.ENOSPC, "full"), "the remote logger lacks 1"), (OSError("no network"), "")):
+        lost = LostRecords()
+        composite = CompositeLogger({"remote": Raising(error)}, lost)
+        composite.log_metrics({}, 1)
+        assert str(lost) == expected
+
+
+class Raising(Recorder):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        raise self.error
 
 
 def test_json_lines_are_always_written(tmp_path: Path) -> None:

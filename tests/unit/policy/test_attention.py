@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import RequiredScores
+from nemo_rl.loss_types import RequiredScores
 from nemo_rl.policy import attention
 from nemo_rl.policy.attention import PackedSequences
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations

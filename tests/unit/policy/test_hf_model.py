@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen2Config
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.fsdp2.sharding import copy_tensors, materialize
@@ -17,6 +17,7 @@ from nemo_rl.policy.hf_model import (
     matmul_parameters,
     open_tensors,
     small_model,
+    train_flops,
 )
 from tests.unit.policy.tiny import MODELS, SIZES, saved_model
 
@@ -136,3 +137,8 @@ def test_embedding_counts_only_where_it_is_the_output_head_too() -> None:
     qwen2, llama = MODELS["qwen2"](), MODELS["llama"]()
     assert matmul_parameters(qwen2) == sum(p.numel() for p in qwen2.parameters())
     assert matmul_parameters(llama) == sum(p.numel() for p in llama.parameters()) - llama.config.vocab_size * 32
+
+
+def test_operations_of_one_sequence() -> None:
+    config = Qwen2Config(hidden_size=8, num_attention_heads=2, num_hidden_layers=2)
+    assert train_flops(1000, config, [10]) == 6 * 1000 * 10 + 6 * 2 * 8 * 100

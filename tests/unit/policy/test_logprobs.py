@@ -7,19 +7,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from nemo_rl.config.policy import ChunkSize, PolicyConfig, resolve_chunk_size
-from nemo_rl.interfaces import RequiredScores, TokenScores
-from nemo_rl.policy import attention
+from nemo_rl.loss_types import RequiredScores, TokenScores
+from nemo_rl.policy import attention, log_softmax
 from nemo_rl.policy import logprobs as token_scores
 from nemo_rl.policy.fsdp2.worker import make_module
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
+from nemo_rl.policy.log_softmax import logprobs_and_entropy
 from nemo_rl.policy.logprobs import (
     CausalLogprobs,
     LogitsHead,
     ScoreQuery,
     call_with_recompute,
-    logprobs_and_entropy,
     score_logits,
 )
+from tests.unit.policy import tiny
 from tests.unit.policy.tiny import MODELS, SIZES, make_batch, over_shards, plain_logprobs
 
 VOCABULARY = 4096
@@ -69,18 +70,29 @@ def test_automatic_chunk_is_of_1024_tokens_or_of_64_mib_of_logits(
     assert resolve_chunk_size(size, vocab_size) == expected
 
 
+class CountLogits(TorchDispatchMode):
+    """Counts matrix products with VOCABULARY columns."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and result.shape[1] == tiny.VOCABULARY:
+            self.number += 1
+        return result
+
+
 def test_output_layer_of_a_small_vocabulary_is_not_computed_again() -> None:
     """2 x 700 tokens with 37 logits each are two chunks of 1024 tokens, but 0.2 MiB."""
-    num_calls = {}
+    numbers = {}
     for size in ("auto", 1024):
         config = PolicyConfig(model_name="tiny", precision="float32", logprob_chunk_size=size)
         module = make_module(MODELS["qwen2"](), config, section="policy", temperature=1.0, device=torch.device("cpu"))
-        calls: list[int] = []
-        module.model.get_output_embeddings().register_forward_hook(lambda *_, calls=calls: calls.append(1))  # type: ignore[union-attr]
         token_ids = torch.zeros(2, 700, dtype=torch.int64)
-        module(token_ids, torch.ones_like(token_ids, dtype=torch.bool)).logprobs.sum().backward()
-        num_calls[size] = len(calls)
-    assert num_calls == {"auto": 1, 1024: 4}
+        with CountLogits() as seen:
+            module(token_ids, torch.ones_like(token_ids, dtype=torch.bool)).logprobs.sum().backward()
+        numbers[size] = seen.number
+    assert numbers == {"auto": 1, 1024: 4}
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 64])
@@ -202,7 +214,7 @@ def test_chunks_change_no_gradient_of_candidates_and_entropy() -> None:
 
 @pytest.fixture(params=[1, 40, 2**22], ids=["row by row", "in blocks", "at once"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_scores, "CPU_BLOCK", request.param)
+    monkeypatch.setattr(log_softmax, "CPU_BLOCK", request.param)
 
 
 def test_values_by_hand() -> None:
@@ -343,7 +355,7 @@ def test_head_chunk_of_a_large_vocabulary_is_few_calls(monkeypatch: pytest.Monke
     """In three blocks of rows; in those of a CPU's cache there are 38."""
     assert calls_of_a_head_chunk(entropy=False) <= 120
     assert calls_of_a_head_chunk(entropy=True) <= 200
-    monkeypatch.setattr(token_scores, "ACCELERATOR_BLOCK", token_scores.CPU_BLOCK)
+    monkeypatch.setattr(log_softmax, "ACCELERATOR_BLOCK", log_softmax.CPU_BLOCK)
     assert calls_of_a_head_chunk(entropy=True) > 1000
 
 

@@ -1,7 +1,7 @@
 """Moving a policy off its device and back: the code of a GPU, on a CPU whose memory is not pinned."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nemo_rl.errors import PolicyError
-from nemo_rl.policy import offload
+from nemo_rl.policy.batch_transfer import merge_rows
 from nemo_rl.policy.fsdp2.worker import FSDP2PolicyWorker
-from nemo_rl.policy.offload import DeviceRoom, MeasureRoom, Offloader
-from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, merge_rows
+from nemo_rl.policy.offload import Offloader
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.policy.worker import OFFLOAD_PARTS
 from tests.contracts.policies import make_policy
 from tests.unit.policy.tiny import WeightedNLL, make_batch, saved_model
@@ -39,7 +39,7 @@ def make_mover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
         policy: Any = make_policy(SINGLE_RANK, path, needs_reference=True)
         synchronizations = Synchronizations()
         monkeypatch.setattr(FSDP2PolicyWorker, "_has_own_memory", True)
-        policy._offloader = Offloader(CPU, frozen=("reference",), chunk_bytes=4096, synchronize=synchronizations)
+        policy._offloader = Offloader(CPU, frozen=("reference",), chunk_bytes=4096, synchronize_device=synchronizations)
         return policy, synchronizations
 
     return make
@@ -63,7 +63,7 @@ def test_three_steps_with_moves_are_bit_equal_and_reuse_their_buffers(
         assert all(t.untyped_storage().nbytes() == 0 for part in OFFLOAD_PARTS for t in moved._part_tensors(part))
         buffers.append([chunk.data_ptr() for part in OFFLOAD_PARTS for chunk in moved._offloader.buffers(part)])
         moved.onload()
-        assert synchronizations.count == before + 2
+        assert synchronizations.count == before + 1  # the return is awaited by streams alone
         for name in ("logprobs", "reference_logprobs"):
             found, expected = (merge_rows([getattr(policy, name)(batch)], batch)[0] for policy in (moved, kept))
             assert torch.equal(found, expected)
@@ -99,7 +99,7 @@ def test_parts_leave_in_stages_for_a_refit(make_mover: Callable[[], tuple[Any, S
 
 def test_part_without_tensors_is_not_awaited() -> None:
     synchronizations = Synchronizations()
-    offloader = Offloader(CPU, synchronize=synchronizations)
+    offloader = Offloader(CPU, synchronize_device=synchronizations)
     offloader.offload({"reference": []})
     offloader.onload(["reference", "weights"])
     assert synchronizations.count == 0
@@ -129,17 +129,56 @@ def test_frozen_part_is_copied_out_once() -> None:
     assert frozen.tolist() == [7, 7, 7, 7]
 
 
-def test_policy_stays_on_the_device_where_its_training_fits_beside_the_engine():
-    room = DeviceRoom(num_parameters=1_500_000_000, free_bytes=40 * 10**9, total_bytes=141 * 10**9)
-    assert room.holds_training(1)  # 18 GB + 21.15 GB
-    assert not replace(room, free_bytes=39 * 10**9).holds_training(1)
-    assert not replace(room, num_parameters=7_000_000_000).holds_training(8)  # 10.5 + 42 + 21.15 GB
-    assert replace(room, num_parameters=2_000_000_000).holds_training(8)  # 3 + 12 + 21.15 GB
+class RecordedStream:
+    """A stream whose copies, events and waits are recorded."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        self.calls.append("copies")
+        yield
+
+    def record(self) -> str:
+        self.calls.append("event")
+        return f"event {self.calls.count('event')}"
+
+    def let_current_wait(self, event: str) -> None:
+        self.calls.append(f"wait for {event}")
 
 
-def test_room_is_that_of_the_rank_with_its_weights(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(offload, "memory_of_device", lambda: (30, 100))
-    assert MeasureRoom()([("a", torch.ones(2, 3)), ("b", torch.ones(4))]) == DeviceRoom(10, 30, 100)
+def test_a_part_is_awaited_by_its_first_use_while_those_after_it_arrive(
+    make_mover: Callable[[], tuple[Any, Synchronizations]],
+) -> None:
+    policy, synchronizations = make_mover()
+    batch = make_batch([9, 5, 12, 3, 7, 12, 2, 6])
+    policy.train_step(batch, WeightedNLL())
+    stream: Any = RecordedStream()
+    policy._offloader._stream = stream
+    policy.offload()
+    policy.onload()
+    assert stream.calls == ["copies", "event"] * len(OFFLOAD_PARTS)
+    stream.calls.clear()
+    numbers = {part: OFFLOAD_PARTS.index(part) + 1 for part in OFFLOAD_PARTS}
+    policy.logprobs(batch)
+    assert stream.calls == [f"wait for event {numbers['weights']}"]
+    policy.reference_logprobs(batch)
+    policy.train_step(batch, WeightedNLL())
+    assert stream.calls[1:] == [f"wait for event {numbers[part]}" for part in ("reference", "optimizer")]
+    policy.logprobs(batch)
+    assert len(stream.calls) == len(OFFLOAD_PARTS)  # each is awaited once
+    assert synchronizations.count == 1
+
+
+def test_a_part_that_leaves_again_has_arrived_first() -> None:
+    stream: Any = RecordedStream()
+    offloader = Offloader(CPU, stream=stream)
+    tensor = torch.ones(3)
+    offloader.offload({"weights": [tensor]})
+    offloader.onload(["weights"])
+    offloader.offload({"weights": [tensor]})
+    assert stream.calls == ["copies", "event", "wait for event 1"]
 
 
 def test_weights_that_are_kept_on_the_cpu_are_published_on_the_device(tmp_path: Path) -> None:

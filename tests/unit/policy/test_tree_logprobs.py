@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import RequiredScores
+from nemo_rl.loss_types import RequiredScores
 from nemo_rl.policy import attention
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs

@@ -3,12 +3,11 @@
 from typing import Any
 
 import pytest
-from transformers import Qwen2Config
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig, check_backend
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.megatron.backend import MegatronConfig
-from nemo_rl.policy.worker import make_policy_worker, make_teacher_worker, train_flops
+from nemo_rl.policy.worker import make_policy_worker, make_teacher_worker
 
 HERE = "tests.unit.policy.test_worker"
 
@@ -79,8 +78,3 @@ def test_hidden_name_of_a_section_is_not_written() -> None:
     dumped = policy().model_dump()
     assert "backend" not in dumped["dtensor_cfg"]
     assert policy(**{name: dumped[name] for name in ("dtensor_cfg", "megatron_cfg")}) == policy()
-
-
-def test_operations_of_one_sequence() -> None:
-    config = Qwen2Config(hidden_size=8, num_attention_heads=2, num_hidden_layers=2)
-    assert train_flops(1000, config, [10]) == 6 * 1000 * 10 + 6 * 2 * 8 * 100

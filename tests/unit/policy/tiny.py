@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.interfaces import Metric, Normalizer, RequiredScores, TokenScores
-from nemo_rl.policy.training import make_optimizer, make_scheduler
+from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
+from nemo_rl.policy.optimizers import make_optimizer, make_scheduler
 
 ResultT = TypeVar("ResultT")
 

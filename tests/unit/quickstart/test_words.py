@@ -13,7 +13,7 @@ from nemo_rl.quickstart.words import (
     misspell,
 )
 
-RECIPE = Path(__file__).parents[3] / "nemo_rl" / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[3] / "examples" / "configs" / "quickstart.yaml"
 
 
 def test_recipe_validates_on_the_words_that_the_warm_start_leaves_out():

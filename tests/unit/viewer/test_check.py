@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.viewer.check import check
-from nemo_rl.viewer.sources import Source
+from nemo_rl.viewer.viewer_sources import ViewerSource
 from tests.unit.viewer.rundirs import failed, rollout, write_run
 
 NUM_STEPS = 40
@@ -54,7 +54,7 @@ def healthy_answer(step: int, rng: random.Random) -> dict[str, Any]:
     return {"text": " ".join(words), "reward": float(rng.random() < 0.2 + 0.5 * step / NUM_STEPS)}
 
 
-def make_run(directory: Path, change: Change, speak: Speak, extra: Iterable[dict[str, Any]]) -> Source:
+def make_run(directory: Path, change: Change, speak: Speak, extra: Iterable[dict[str, Any]]) -> ViewerSource:
     rng = random.Random(7)
     metrics, rows = [], []
     for step in range(1, NUM_STEPS + 1):
@@ -69,7 +69,7 @@ def make_run(directory: Path, change: Change, speak: Speak, extra: Iterable[dict
                 rows.append(row)
     validation = [rollout(s, group=str(p)) for s in (10, 20, 30, 40) for p in range(200)]
     write_run(directory, metrics=metrics, train=[*rows, *extra], validation=validation)
-    return Source("run", directory, "run", directory.parent / "cache").complete()
+    return ViewerSource("run", directory, "run", directory.parent / "cache").complete()
 
 
 def put(**changes: Callable[[float], Any]) -> Change:
@@ -195,7 +195,7 @@ def test_planted_pathology_is_named_and_nothing_else(tmp_path: Path, name: str) 
     if name == "prompt is copied":
         source = make_run(tmp_path / "run", change, healthy_answer, extra)
         copy_prompts(tmp_path / "run")
-        source = Source("run", tmp_path / "run", "run", tmp_path / "cache").complete()
+        source = ViewerSource("run", tmp_path / "run", "run", tmp_path / "cache").complete()
     else:
         source = make_run(tmp_path / "run", change, speak, extra)
     alarms = {finding.name for finding in check(source) if finding.severity == "alarm"}
@@ -239,4 +239,4 @@ def test_solved_task_without_gradient_is_no_missing_update(tmp_path: Path) -> No
 
 def test_empty_run_has_no_finding(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
-    assert check(Source("run", tmp_path / "run", "run", tmp_path / "cache").complete()) == []
+    assert check(ViewerSource("run", tmp_path / "run", "run", tmp_path / "cache").complete()) == []

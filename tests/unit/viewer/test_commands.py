@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.cli import run
-from nemo_rl.commands import ExitCode
+from nemo_rl.command_line import ExitCode
 from tests.unit.viewer.rundirs import failed, rollout, write_collection, write_run
 
 
@@ -100,5 +100,5 @@ def test_view_serves_until_it_is_stopped(tmp_path: Path) -> None:
 
 def test_pages_and_collections_are_read_without_torch() -> None:
     """Importing it takes seconds."""
-    code = "import sys, nemo_rl.viewer.server, nemo_rl.collect.commands; sys.exit('torch' in sys.modules)"
+    code = "import sys, nemo_rl.viewer.web_app, nemo_rl.collect.profile_command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

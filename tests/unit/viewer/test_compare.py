@@ -10,25 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.viewer.compare import Difference, compare, compare_page, paired_interval, student_quantile, to_dict
+from nemo_rl.viewer.compare import PairedDifference, compare, compare_page, paired_interval, student_quantile, to_dict
 from nemo_rl.viewer.site import Renderer
-from nemo_rl.viewer.sources import Source
+from nemo_rl.viewer.viewer_sources import ViewerSource
 from tests.unit.viewer.rundirs import rollout, write_collection, write_lines, write_run
 
 
-def make_source(directory: Path, kind: str = "run") -> Source:
+def make_source(directory: Path, kind: str = "run") -> ViewerSource:
     assert kind in ("run", "collection")
-    return Source(directory.name, directory, kind, directory.parent / "cache").complete()  # pyright: ignore[reportArgumentType]
+    return ViewerSource(directory.name, directory, kind, directory.parent / "cache").complete()  # pyright: ignore[reportArgumentType]
 
 
-def make_run(directory: Path, *, lr: float, gain: float, config: str = "") -> Source:
+def make_run(directory: Path, *, lr: float, gain: float, config: str = "") -> ViewerSource:
     metrics = [{"step": step, "train/reward": 0.1 * step + gain} for step in range(1, 5)]
     validation = [rollout(4, group=f"p{p}", reward=0.5 + gain * (p != 0), task_name="ab"[p % 2]) for p in range(4)]
     text = config or f"policy:\n  optimizer: {{lr: {lr}}}\ngrpo:\n  seed: 1\n"
     return make_source(write_run(directory, metrics=metrics, validation=validation, config=text))
 
 
-def find(differences: tuple[Difference, ...], quantity: str) -> Difference:
+def find(differences: tuple[PairedDifference, ...], quantity: str) -> PairedDifference:
     return next(each for each in differences if each.quantity == quantity)
 
 
@@ -75,7 +75,7 @@ def test_run_is_not_compared_with_a_collection(tmp_path: Path) -> None:
         compare(sources[:1])
 
 
-def make_collection(directory: Path, rewards: Sequence[Sequence[float]]) -> Source:
+def make_collection(directory: Path, rewards: Sequence[Sequence[float]]) -> ViewerSource:
     return make_source(write_collection(directory, rewards), "collection")
 
 

@@ -10,7 +10,7 @@ import pytest
 from nemo_rl.errors import DataError
 from nemo_rl.viewer import index as index_module
 from nemo_rl.viewer.index import Query, RolloutIndex
-from nemo_rl.viewer.sources import Sources
+from nemo_rl.viewer.viewer_sources import ViewerSources
 from tests.unit.viewer.rundirs import failed, rollout, write_lines, write_run
 
 
@@ -215,7 +215,7 @@ def test_many_runs_stay_below_the_limit_of_open_files(
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2 * 8 + 8, limits[1]))
     try:
-        sources = Sources.open([directory], cache=cache)
+        sources = ViewerSources.open([directory], cache=cache)
         for source in sources.by_id.values():
             source.complete()
         steps = [source.split("train").column("step").tolist() for source in sources.in_order()]

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.commands import ExitCode, run_command
+from nemo_rl.command_line import ExitCode, run_command
 from nemo_rl.config.loading import load_config, resolved_yaml
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.viewer.commands import CHECK
-from nemo_rl.viewer.replay import Comparison, read_trajectory, replay
+from nemo_rl.viewer.check_command import CHECK
+from nemo_rl.viewer.replay import ReplayedNumber, read_trajectory, replay
 
 ROOT = Path(__file__).parents[3]
 SMALL = (
@@ -57,7 +57,7 @@ def row(index: int, reward: float, num_tokens: int) -> dict[str, Any]:
 
 
 def make_run(directory: Path, *overrides: str, **logged: float) -> Path:
-    config = load_config(ROOT / "nemo_rl/recipes/grpo_math_1B.yaml", (*SMALL, *overrides))
+    config = load_config(ROOT / "examples/configs/grpo_math_1B.yaml", (*SMALL, *overrides))
     (directory / "rollouts").mkdir(parents=True)
     (directory / "config.yaml").write_text(resolved_yaml(config))
     (directory / "metrics.jsonl").write_text(json.dumps({"step": 2, **LOGGED, **logged}) + "\n")
@@ -110,6 +110,6 @@ def test_logprobs_that_json_lacks_are_minus_infinity() -> None:
 
 
 def test_nan_agrees_with_nothing() -> None:
-    assert Comparison("train/loss", 1.0, 1.0 + 5e-6, 1e-5).agrees
-    assert not Comparison("train/loss", 1.0, 1.0 + 5e-5, 1e-5).agrees
-    assert not Comparison("train/loss", math.nan, math.nan, 1e-5).agrees
+    assert ReplayedNumber("train/loss", 1.0, 1.0 + 5e-6, 1e-5).agrees
+    assert not ReplayedNumber("train/loss", 1.0, 1.0 + 5e-5, 1e-5).agrees
+    assert not ReplayedNumber("train/loss", math.nan, math.nan, 1e-5).agrees

@@ -2,16 +2,18 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl.config.layout import DeviceSlot, Layout, make_layout
+from nemo_rl.config.layout import DeviceSlot, Layout
+from nemo_rl.config.layout_planner import make_layout
 from nemo_rl.config.loading import load_config
 from nemo_rl.config.registries import ENGINES, WEIGHT_TRANSPORTS
-from nemo_rl.config.run import WeightSyncConfig
+from nemo_rl.config.shared_sections import WeightSyncConfig
+from nemo_rl.distributed import machine
 from nemo_rl.distributed.devices import Device
 from nemo_rl.errors import ConfigError
-from nemo_rl.generation.vllm import entry
 from nemo_rl.recipes import find_recipe
-from nemo_rl.weight_sync.device_memory import Broadcast, CudaIpc
-from nemo_rl.weight_sync.refit import SharedMemory
+from nemo_rl.weight_sync.cuda_ipc import CudaIpc
+from nemo_rl.weight_sync.nccl import Broadcast
+from nemo_rl.weight_sync.shared_memory import SharedMemory
 from nemo_rl.weight_sync.transports import choose_transport, make_transport
 
 
@@ -71,7 +73,7 @@ def test_auto_takes_the_nearest_way_that_there_is(layout, expected):
         ("cuda_ipc", replace(cuda(), engine_in_driver=True), "an engine in the driver's process copies"),
         ("shared_memory", cpu(0, 1), "engines on other machines"),
         ("in_process", cpu(0), "policy and engine are in processes of their own; allowed: auto, shared_memory"),
-        ("in_process", replace(cuda(), engine_with_policy=True), "all weights would be on the device once more"),
+        ("in_process", replace(cuda(), engine_with_policy=True), "would hold a second copy of the weights on the GPU"),
         ("object_store", cpu(0, cluster=False), "a run in one process has no object store"),
     ],
 )
@@ -147,7 +149,7 @@ EXPECTED = {
 def test_every_engine_reads_what_auto_sends_it_under_every_layout(
     monkeypatch: pytest.MonkeyPatch, backend: str, device: Device, layout: str
 ) -> None:
-    monkeypatch.setattr(entry, "num_memory_nodes", lambda: 1)  # with several vLLM keeps a process for each
+    monkeypatch.setattr(machine, "num_memory_nodes", lambda: 1)  # with several vLLM keeps a process for each
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     overrides = [f"++policy.generation.backend={backend}", *LAYOUTS[layout]]
     expected = EXPECTED[backend, device].get(layout)
@@ -177,7 +179,7 @@ def test_every_engine_reads_what_auto_sends_it_under_every_layout(
 def test_policys_tensors_go_only_to_an_engine_in_its_process(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], memory_nodes: int, expected: str
 ) -> None:
-    monkeypatch.setattr(entry, "num_memory_nodes", lambda: memory_nodes)
+    monkeypatch.setattr(machine, "num_memory_nodes", lambda: memory_nodes)
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     layout = make_layout(load_config(find_recipe("quickstart"), overrides), "cpu")
     assert choose_transport("auto", layout) == expected

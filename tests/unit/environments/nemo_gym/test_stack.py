@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_rl.environments.nemo_gym.client import GymClient
-from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy, open_gym_client
+from nemo_rl.environments.nemo_gym.client import GymClient, open_gym_client
+from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
 from nemo_rl.environments.nemo_gym.reply import GymRefused, GymStackEnded, GymUnavailable
 from nemo_rl.environments.nemo_gym.stack import GymStack
 from nemo_rl.errors import ConfigError

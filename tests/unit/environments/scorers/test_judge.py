@@ -7,8 +7,7 @@ from aiohttp import web
 from nemo_rl.config.policy import EndpointLimitsConfig
 from nemo_rl.environments.scorers.judge import JudgeScorer, JudgeScorerConfig, make_answer_parser
 from nemo_rl.errors import ConfigError
-from nemo_rl.interfaces import ScoreRequest
-from nemo_rl.types import Failure, FailureClass, Message
+from nemo_rl.types import Failure, FailureClass, Message, ResponseFault, ScoreRequest
 from tests.fakes.scoring_server import scoring_server
 
 PROMPT = "{{ prompt }} -> {{ response }} (expected {{ metadata.answer }})"
@@ -28,7 +27,7 @@ def section(url: str = "http://x", **changes: Any) -> JudgeScorerConfig:
     return JudgeScorerConfig.model_validate(entry)
 
 
-def judged(says: str, **changes: Any) -> tuple[float | Failure, dict[str, Any]]:
+def judged(says: str, **changes: Any) -> tuple[float | Failure | ResponseFault, dict[str, Any]]:
     """The score, and what the judge was asked."""
     seen: dict[str, Any] = {}
 
@@ -37,7 +36,7 @@ def judged(says: str, **changes: Any) -> tuple[float | Failure, dict[str, Any]]:
         usage = {"total_tokens": 9}
         return web.json_response({"choices": [{"message": {"content": says}}], "usage": usage})
 
-    async def main() -> float | Failure:
+    async def main() -> float | Failure | ResponseFault:
         async with scoring_server(answer) as url:
             scorer = JudgeScorer("judge", section(url, **changes))
             (score,) = await scorer.score([REQUEST])
@@ -72,6 +71,27 @@ def test_an_answer_without_a_score_is_a_failure_and_never_zero(says: str, change
     assert isinstance(score, Failure)
     assert score.failure_class is FailureClass.REWARD
     assert cause in score.cause
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (400, "This model's maximum context length is 4096 tokens. However, you requested 9000 tokens."),
+        (413, "Request Entity Too Large"),  # a proxy's
+    ],
+)
+def test_a_response_that_the_judge_has_no_room_for_is_its_own_fault(status: int, message: str) -> None:
+    async def answer(path: str, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {"message": message}}, status=status)
+
+    async def main() -> object:
+        async with scoring_server(answer) as url:
+            scorer = JudgeScorer("judge", section(url))
+            (score,) = await scorer.score([REQUEST])
+            await scorer.close()
+        return score
+
+    assert asyncio.run(main()) == ResponseFault("too_long_for_scorer")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.submit import SlurmConfig
-from nemo_rl.jobs.slurm import Submission
+from nemo_rl.jobs.collection_scripts import Submission
+from nemo_rl.jobs.slurm_config import SlurmConfig
 
 
 def submission(directory: Path = Path("/out"), *, seeds: tuple[int, ...] = (0,), **slurm: Any) -> Submission:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.jobs.slurm import aggregation_script, collection_script, format_environment
+from nemo_rl.jobs.collection_scripts import aggregation_script, collection_script, format_environment
 from tests.fakes.slurm_commands import write_srun
 from tests.unit.jobs.slurm.shell import DEADLINE_S
 from tests.unit.jobs.slurm.submissions import submission

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.config.submit import check_slurm
-from nemo_rl.jobs.slurm import (
+from nemo_rl.jobs.collection_scripts import (
     Submission,
     aggregation_script,
     collection_script,
     format_environment,
     format_redacted_environment,
 )
+from nemo_rl.jobs.slurm_config import check_slurm
 from tests.unit.jobs.slurm.submissions import EVERYTHING, LAYOUTS, SERVER, submission
 
 SHELLCHECK = shutil.which("shellcheck")

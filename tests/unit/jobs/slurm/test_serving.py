@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.jobs.slurm import collection_script
+from nemo_rl.jobs.collection_scripts import collection_script
 from tests.fakes.slurm_commands import write_srun
 from tests.unit.jobs.slurm.shell import DEADLINE_S, run_bash
 from tests.unit.jobs.slurm.submissions import SERVER, submission

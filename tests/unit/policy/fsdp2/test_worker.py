@@ -6,7 +6,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from nemo_rl.policy.fsdp2.worker import clip_grad_norm, named_weights
-from nemo_rl.policy.saving import copy_weights_to_cpu, save_weights
+from nemo_rl.policy.saving import BackgroundSave, save_weights
 from tests.unit.policy.tiny import SIZES
 
 
@@ -14,9 +14,8 @@ def test_experts_have_the_names_of_the_checkpoint(tmp_path: Path) -> None:
     """transformers holds all experts of a layer in one tensor; files and engines have one tensor an expert."""
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
-    save_weights(
-        copy_weights_to_cpu(named_weights(model, torch.float32)), model, tmp_path / "ours", config_dtype="float32"
-    )
+    copies = BackgroundSave(torch.device("cpu")).copy_weights(named_weights(model, torch.float32))
+    save_weights(copies, model, tmp_path / "ours", config_dtype="float32")
     model.save_pretrained(tmp_path / "theirs")
     with safe_open(tmp_path / "theirs" / "model.safetensors", "pt") as file:
         expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -93,3 +93,23 @@ def test_optimizer_that_needs_whole_weights_is_refused() -> None:
 
 def test_nothing_is_asked_of_a_policy_on_fsdp2() -> None:
     check(GPT2Config(), megatron_cfg={"enabled": False, "tensor_model_parallel_size": 7})
+
+
+@pytest.mark.parametrize(
+    ("ddp", "device", "ranks", "expected"),
+    [
+        ({}, "cuda", 8, (True, True)),
+        ({}, "cuda", 1, (False, False)),
+        ({}, "cpu", 8, (False, False)),
+        ({"overlap_grad_reduce": False}, "cuda", 8, (False, True)),
+        ({"use_distributed_optimizer": False}, "cuda", 8, (True, False)),
+        ({"overlap_grad_reduce": True, "use_distributed_optimizer": True}, "cpu", 2, (True, True)),
+    ],
+)
+def test_ranks_of_gpus_overlap_the_reduction_and_divide_the_optimizer_unless_told_otherwise(
+    ddp: dict[str, Any], device: str, ranks: int, expected: tuple[bool, bool]
+) -> None:
+    megatron = {"enabled": True, "distributed_data_parallel_config": ddp}
+    section: Any = PolicyConfig.model_validate({"model_name": "m", "megatron_cfg": megatron}).parallelism
+    reduction = section.reduction_on(device, ranks)
+    assert (reduction.is_overlapped, reduction.divides_optimizer) == expected

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nemo_rl.policy.megatron.mapping import GatedRows, QueryKeyValue, Vocabulary, Weight, iter_model_weights
+from nemo_rl.policy.megatron.mapping import GatedRows, QueryKeyValue, VocabularyRows, Weight, iter_model_weights
 from tests.unit.policy.tiny import llama, qwen2, qwen3
 
 MODELS = {"qwen2": qwen2, "llama": llama, "qwen3": qwen3}
@@ -30,7 +30,7 @@ def test_gate_and_up_lie_on_each_rank() -> None:
 
 
 def test_vocabulary_is_filled_with_zeros() -> None:
-    weight = Vocabulary("embedding", ("embed",), num_tokens=5)
+    weight = VocabularyRows("embedding", ("embed",), num_tokens=5)
     assert weight.shard([rows(1, 2, 3, 4, 5)], 1, 2)[:, 0].tolist() == [4, 5, 0]
 
 
@@ -59,7 +59,7 @@ def test_shards_hold_each_entry_once_unless_they_are_whole(name: str) -> None:
     tensors = {n: p.detach() for n, p in model.named_parameters()}
     for weight, shards in mapped(model.config, tensors, 2):
         entries = sum(tensors[n].numel() for n in weight.sources)
-        filling = (-model.config.vocab_size % 2) * model.config.hidden_size if isinstance(weight, Vocabulary) else 0
+        filling = (-model.config.vocab_size % 2) * model.config.hidden_size if isinstance(weight, VocabularyRows) else 0
         assert shards[0].numel() == ((entries + filling) // 2 if weight.is_split else entries)
 
 
@@ -74,4 +74,4 @@ def test_no_rank_asks_for_more_of_a_source_than_its_shard_has(name: str) -> None
             parts = [t[index] for t, index in zip(sources, indices, strict=True)]
             entries = sum(part.numel() for part in parts)
             padding = model.config.hidden_size * (rank * model.config.vocab_size % 2)
-            assert entries == weight.shard(sources, rank, 2).numel() - padding * isinstance(weight, Vocabulary)
+            assert entries == weight.shard(sources, rank, 2).numel() - padding * isinstance(weight, VocabularyRows)

@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.policy import PolicyConfig
-from nemo_rl.policy.megatron.backend import to_torch_config
-from nemo_rl.policy.training import check_optimizer
+from nemo_rl.policy.megatron.optimizer_keys import to_torch_config
+from nemo_rl.policy.optimizers import check_optimizer
 from tests.unit.policy.tiny import learning_rates
 
 

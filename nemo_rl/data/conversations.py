@@ -1,0 +1,198 @@
+"""Conversations whose assistant turns are trained on: read from rows, and encoded as tokens."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from nemo_rl.config.data import DatasetConfig, Overlong
+from nemo_rl.config.supervised_runs import SFTDataConfig
+from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.data.example_sets import ExampleSet, load_examples
+from nemo_rl.data.messages import check_text, parse_messages, parse_tools
+from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format
+from nemo_rl.data.row_sources import load_rows
+from nemo_rl.data.rows import Row, convert_rows
+from nemo_rl.data.supervised_samples import SupervisedDataset, SupervisedSample
+from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.types import Message, TokenizedMessage
+
+logger = logging.getLogger(__name__)
+
+PROMPT_CACHE_SIZE = 16_384  # prompts whose tokens are cached while a set is encoded, since some sets repeat them
+REPORT_PERIOD_S = 15.0
+QUESTION_ANSWER_FIELDS = (("input", "output"), ("prompt", "response"), ("prompt", "completion"))
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages that end with the assistant's; every assistant message is trained on."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI tool schemas that the chat template renders
+
+    @property
+    def prompt_messages(self) -> tuple[Message, ...]:
+        """Return the messages before the last turn."""
+        return self.messages[:-1]
+
+
+ConversationSet: TypeAlias = ExampleSet[Conversation]
+
+
+def load_conversations(config: SFTDataConfig, run_seed: int) -> tuple[ConversationSet, tuple[ConversationSet, ...]]:
+    """Return the training blend of conversations and the validation sets, as `load_examples`."""
+    return load_examples(config, run_seed, _load_conversations)
+
+
+def read_conversations(rows: Sequence[Row], section: DatasetConfig, *, key: str) -> list[Conversation]:
+    """Return one conversation per row; raises DataError naming the dataset and the row that cannot be read."""
+    row_format = make_row_format(section, key=key)
+    return convert_rows(
+        rows, lambda row: _read_conversation(row, row_format, section), f"{key} ({section.dataset_name})"
+    )
+
+
+def _load_conversations(section: DatasetConfig, seed: int, key: str) -> list[Conversation]:
+    return read_conversations(load_rows(section, seed=seed, key=key), section, key=key)
+
+
+def _read_conversation(row: Row, row_format: RowFormat, section: DatasetConfig) -> Conversation:
+    if "entry" in row and "task" in row:  # a row of reasoning_gym
+        return _read_pair(row["entry"]["question"], row["entry"]["answer"], row_format)
+    if section.input_key is None and "messages" in row:
+        return _read_messages(row, row_format)
+    question, answer = _question_answer_fields(row, section)
+    return _read_pair(row[question], row[answer], row_format)
+
+
+def _question_answer_fields(row: Row, section: DatasetConfig) -> tuple[str, str]:
+    """Return the fields of question and answer; if the recipe names none, a known pair that the row has."""
+    known = next(
+        (pair for pair in QUESTION_ANSWER_FIELDS if pair[0] in row and pair[1] in row), QUESTION_ANSWER_FIELDS[0]
+    )
+    return section.input_key or known[0], section.output_key or known[1]
+
+
+def _read_pair(question: Any, answer: Any, row_format: RowFormat) -> Conversation:
+    for text in (question, answer):
+        if not isinstance(text, str):
+            raise DataError(f"{text!r:.80} is {type(text).__name__}, not text")
+        check_text(text, "the question or answer")
+    return Conversation((*row_format.messages(question), Message("assistant", answer)))
+
+
+def _read_messages(row: Row, row_format: RowFormat) -> Conversation:
+    """Return the conversation of OpenAI messages up to the last assistant message."""
+    messages = parse_messages(row)
+    while messages and messages[-1].role != "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise DataError("the conversation has no assistant message, so there is nothing to train on")
+    if row_format.prompt_text != PLACEHOLDER:
+        raise DataError("prompt_file is for rows with a question, and this one has messages")
+    if row_format.system_prompt is not None and messages[0].role != "system":
+        messages = (Message("system", row_format.system_prompt), *messages)
+    _check_turns(messages)
+    return Conversation(messages, parse_tools(row))
+
+
+def _check_turns(messages: Sequence[Message]) -> None:
+    previous = "assistant"
+    for message in messages:
+        if message.role == previous == "assistant":
+            raise DataError("a message of the assistant follows no other role's: nothing opens its turn")
+        previous = message.role
+
+
+EncodePrompt = Callable[[tuple[Message, ...]], tuple[int, ...]]
+
+
+def make_prompt_encoder(encoder: ChatEncoder) -> EncodePrompt:
+    """Return a function that encodes first prompts without tools, and keeps the results of recent ones."""
+    return lru_cache(PROMPT_CACHE_SIZE)(lambda messages: flat_token_ids(encoder.encode_prompt(messages)))
+
+
+def encode_conversation(
+    encoder: ChatEncoder, conversation: Conversation, encode_prompt: EncodePrompt | None = None
+) -> SupervisedSample:
+    """Return the tokens that a rollout of this conversation would have, had the model written the assistant's messages.
+
+    `encode_prompt` encodes a first prompt without tools; None: the encoder does.
+
+    Raises ConfigError when the chat template refuses a message, or renders the assistant's in a way of its own.
+    """
+    encode_prompt = encode_prompt or make_prompt_encoder(encoder)
+    tools, parts, waiting = conversation.tools, [], []
+    answer: TokenizedMessage | None = None
+    for message in conversation.messages:
+        if message.role != "assistant":
+            waiting.append(message)
+            continue
+        if answer is not None:
+            context = flat_token_ids(encoder.encode_turn((answer,), waiting, tools))
+        elif tools:
+            context = flat_token_ids(encoder.encode_prompt(waiting, tools))
+        else:
+            context = encode_prompt(tuple(waiting))
+        answer = TokenizedMessage(message, encoder.encode_answer(message, tools))
+        parts += [(context, False), (answer.token_ids, True)]
+        waiting = []
+    token_ids = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in parts])
+    return SupervisedSample(token_ids, np.repeat([trained for _, trained in parts], [len(ids) for ids, _ in parts]))
+
+
+def encode_conversations(
+    encoder: ChatEncoder,
+    loaded: ConversationSet,
+    *,
+    max_tokens: int,
+    overlong: Overlong | Literal["truncate"],
+    add_bos: bool = False,
+    add_eos: bool = False,
+    train_on_opening: bool = False,
+) -> SupervisedDataset:
+    """Encode a whole set; a conversation of more than `max_tokens` tokens is masked, dropped, truncated or refused.
+
+    It is counted, except for the last, which raises ConfigError.
+
+    `add_bos` and `add_eos` write the tokenizer's first and last token if the template does not; with
+    `train_on_opening` the tokens that open an answer are trained on too.
+
+    Raises DataError when none is left, and as `encode_conversation` does.
+    """
+    encode_prompt = make_prompt_encoder(encoder)
+    samples, num_overlong, num_dropped, reported_at = [], 0, 0, time.monotonic()
+    for number, conversation in enumerate(loaded.examples):
+        if time.monotonic() - reported_at > REPORT_PERIOD_S:
+            reported_at = time.monotonic()
+            logger.info("%s: encoded %d of %d conversations", loaded.name, number, len(loaded.examples))
+        sample = encode_conversation(encoder, conversation, encode_prompt)
+        if train_on_opening:
+            sample = sample.with_openings(encoder.num_opening_tokens)
+        if add_bos or add_eos:
+            first, last = encoder.edge_token_ids
+            sample = sample.with_edges(first if add_bos else None, last if add_eos else None)
+        if len(sample.token_ids) > max_tokens:
+            num_overlong += 1
+            if overlong == "refuse":
+                problem = f"conversation {number} of {loaded.name!r} has {len(sample.token_ids)} tokens"
+                raise ConfigError("data.max_input_seq_length", max_tokens, problem)
+            sample = sample.masked() if overlong == "mask" else sample.truncate(max_tokens)
+            if overlong == "drop" or not (overlong == "mask" or sample.token_mask.any()):  # cut before the first answer
+                num_dropped += 1
+                continue
+        samples.append(sample)
+    if num_overlong:
+        logger.warning(
+            "%s: %d of %d conversations have more than %d tokens: dropped %d, %s %d",
+            loaded.name, num_overlong, len(loaded.examples), max_tokens, num_dropped,
+            "masked" if overlong == "mask" else "truncated", num_overlong - num_dropped,
+        )  # fmt: skip
+    if all(sample.is_masked for sample in samples):
+        raise DataError(f"{loaded.name}: no conversation has at most {max_tokens} tokens")
+    return SupervisedDataset(loaded.name, samples, num_overlong, num_dropped)

@@ -1,0 +1,113 @@
+"""Built-in kinds of datasets that read files or the Hugging Face hub: what each requires, its rows, and hub names.
+
+A named entry's rows, with NeMo-RL's spellings, are made `input` and `output`, or `messages`; `data_path` may name a
+directory with files of the same schema. Loaded with the configuration, so large libraries are imported when rows are.
+"""
+
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config.data import DatasetConfig, DatasetEntry, check_file, find_dataset
+from nemo_rl.data.rows import Row, RowFile, Rows, read_jsonl
+from nemo_rl.data.table_rows import Table, TableRows
+from nemo_rl.errors import ConfigError, DataError
+
+FIELD_PROCESSORS = (None, "question_answer", "final_answer")  # with `input_key` they read no other field than two
+
+
+def load_rows(section: DatasetConfig, *, seed: int, key: str, are_pairs: bool = False) -> list[Row]:
+    """Return all rows of a resolved dataset, at most `section.size`; `key` is its configuration key, for errors.
+
+    With `are_pairs`, rows of preference pairs, if the dataset has them apart.
+    """
+    name = section.dataset_name or ""
+    entry = find_dataset(name, key=f"{key}.dataset_name")
+    make = entry.make_pairs if are_pairs and entry.make_pairs is not None else entry.make
+    try:
+        rows = list(islice(make(section, seed), section.size))
+    except ConfigError as error:  # a dataset knows its own keys, not their full paths
+        raise error.under(key) from error
+    if not rows:
+        raise DataError(f"{key}: the dataset {name!r} has no rows")
+    return rows
+
+
+def open_rows(entry: DatasetEntry, section: DatasetConfig, *, seed: int, key: str) -> Rows | None:
+    """Return a resolved dataset's rows as they are in its files; None if it has none, since it makes its rows.
+
+    Raises as `load_rows`, except for a row that cannot be read.
+    """
+    if entry.reads_lines:
+        return RowFile(Path(require_data_path(section, f"{key}.data_path")), limit=section.size)
+    if not entry.reads_tables:
+        return None
+    try:
+        table = entry.make(section, seed)
+    except ConfigError as error:
+        raise error.under(key) from error
+    assert isinstance(table, Table)
+    fields = (section.input_key, section.output_key)
+    has_fields = all(set(fields) <= set(part.column_names) for part in table.parts)
+    reads_fields = section.processor in FIELD_PROCESSORS and table.convert is None and has_fields
+    return TableRows(table, limit=section.size, fields=[field for field in fields if field and reads_fields])
+
+
+def adapt_dataset(key: str, path: str, target: Any) -> DatasetEntry:
+    """Return an entry for a user's function `(section, seed) -> rows`; raises ConfigError for anything else."""
+    if not callable(target):
+        raise ConfigError(key, path, f"must be a function (section, seed) -> rows, not {type(target).__name__}")
+    return DatasetEntry(DatasetConfig, make=target)
+
+
+def check_data_file(key: str, section: DatasetConfig, config: Any) -> None:
+    """Raise ConfigError unless `data_path` names an existing file."""
+    check_file(f"{key}.data_path", require_data_path(section, f"{key}.data_path"))
+
+
+def require_data_path(section: DatasetConfig, key: str = "data_path") -> str:
+    """Return `data_path`; raises ConfigError for `key` if it is not set."""
+    if section.data_path is None:
+        raise ConfigError(key, None, f"required by dataset_name: {section.dataset_name}")
+    return section.data_path
+
+
+def require_path_of(key: str, section: DatasetConfig, config: Any) -> None:
+    """Raise ConfigError unless `data_path` is set."""
+    require_data_path(section, f"{key}.data_path")
+
+
+def _load_jsonl(section: DatasetConfig, seed: int) -> Iterable[Row]:
+    """Yield the objects of a JSON Lines file, `data_path`."""
+    return read_jsonl(Path(require_data_path(section)))
+
+
+def _load_huggingface(section: DatasetConfig, seed: int) -> Iterable[Row]:
+    """Return the rows of a hub dataset or of a local directory, `data_path`."""
+    return load_hub_rows(section, section.subset)
+
+
+def load_hub_rows(section: DatasetConfig, subset: str | None, **options: Any) -> Table:
+    """Return the rows of one subset of a hub dataset, or of a local directory, which has no subsets."""
+    import datasets  # takes a second, and most recipes do not need it
+
+    path = require_data_path(section)
+    try:
+        subset = None if Path(path).is_dir() else subset
+        loaded: Any = datasets.load_dataset(path, subset, split=section.split or "train", **options)
+    except Exception as error:  # the library raises its own, huggingface_hub's, requests' and the file system's errors
+        raise DataError(f"{section.data_path}: cannot be loaded: {type(error).__name__}: {error}") from error
+    return Table(path, (loaded,))
+
+
+def load_csv_rows(section: DatasetConfig) -> Table:
+    """Return the rows of a file with a header line, `data_path`: a path or an address."""
+    return load_hub_rows(section.model_copy(update={"data_path": "csv"}), None, data_files=require_data_path(section))
+
+
+JSONL = DatasetEntry(DatasetConfig, make=_load_jsonl, check=check_data_file, reads_lines=True)
+CSV = DatasetEntry(
+    DatasetConfig, make=lambda section, seed: load_csv_rows(section), check=require_path_of, reads_tables=True
+)
+HUGGINGFACE = DatasetEntry(DatasetConfig, make=_load_huggingface, check=require_path_of, reads_tables=True)

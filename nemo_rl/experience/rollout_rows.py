@@ -1,0 +1,83 @@
+"""Rollouts as lines of JSON."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.data.messages import to_record
+from nemo_rl.types import Failure, Timings, TokenizedMessage, Trajectory
+
+if TYPE_CHECKING:
+    pass
+
+MAX_TRACEBACK_CHARS = 8192  # the end of a failure's traceback
+TIMING_NAMES = tuple(each.name for each in fields(Timings))
+
+
+def rollout_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> dict[str, Any]:
+    """Return `trajectory` as a JSON-serializable row.
+
+    It holds group_id, prompt_id, dataset, task_name, generation_index, stop_reason, reward (None when failed), rewards
+    by name, answer, failure, num_turns, num_tokens, num_generated_tokens, weight_versions, timings and messages, of an
+    agent that has rewritten its history also other_chains, a list of messages each, and chain_rewards if single
+    calls were rewarded: by name, of messages and other_chains in turn; response_faults if there are any. A message that
+    was sampled through an update of the weights holds weight_spans: [version, start, end] of its tokens. With
+    `write_token_ids` each message also holds token_ids and, if sampled, generation_logprobs.
+    """
+    prompt, failure = trajectory.prompt, trajectory.failure
+    others = [[_message_to_dict(message, write_token_ids) for message in log] for log in trajectory.other_chains]
+    return {
+        "group_id": trajectory.group_id,
+        "prompt_id": prompt.prompt_id,
+        "dataset": prompt.dataset,
+        "task_name": prompt.task_name,
+        "generation_index": trajectory.generation_index,
+        "stop_reason": trajectory.stop_reason,
+        "reward": None if failure else trajectory.reward,
+        "rewards": dict(trajectory.rewards),
+        "answer": trajectory.answer,
+        "failure": _failure_to_dict(failure) if failure else None,
+        "num_turns": trajectory.num_turns,
+        "num_tokens": trajectory.num_tokens,
+        "num_generated_tokens": trajectory.num_generated_tokens,
+        "weight_versions": list(trajectory.weight_versions),
+        "timings": _timings_to_dict(trajectory.timings),
+        "messages": [_message_to_dict(message, write_token_ids) for message in trajectory.message_log],
+        **({"other_chains": others} if others else {}),
+        **({"chain_rewards": [dict(each) for each in trajectory.chain_rewards]} if trajectory.chain_rewards else {}),
+        **({"response_faults": list(trajectory.response_faults)} if trajectory.response_faults else {}),
+    }
+
+
+def _timings_to_dict(timings: Timings) -> dict[str, float]:
+    """Return `asdict(timings)` at a tenth of its cost."""
+    return {name: getattr(timings, name) for name in TIMING_NAMES}
+
+
+def _failure_to_dict(failure: Failure) -> dict[str, str]:
+    row: dict[str, str] = {"class": failure.failure_class, "cause": failure.cause}
+    return row | {"traceback": failure.traceback[-MAX_TRACEBACK_CHARS:]} if failure.traceback else row
+
+
+def _message_to_dict(tokenized: TokenizedMessage, write_token_ids: bool) -> dict[str, Any]:
+    row = to_record(tokenized.message)
+    if tokenized.weight_spans:
+        row["weight_spans"] = [[span.version, span.start, span.end] for span in tokenized.weight_spans]
+    if write_token_ids:
+        row["token_ids"] = list(tokenized.token_ids)
+        if tokenized.generation_logprobs is not None:
+            logprobs = tokenized.generation_logprobs
+            row["generation_logprobs"] = [x if math.isfinite(x) else None for x in logprobs]  # JSON has no infinity
+    return row
+
+
+def encode_json_line(values: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
+    """Return `values` as one line of UTF-8 with its newline.
+
+    Half a surrogate pair, which a message may hold and UTF-8 cannot, is written as its JSON escape: Python's json reads
+    it back unchanged, while stricter readers (orjson) refuse such a line. Without `allow_nan`, NaN raises ValueError.
+    """
+    text = json.dumps(values, ensure_ascii=False, allow_nan=allow_nan)
+    return (text + "\n").encode("utf-8", errors="backslashreplace")  # only surrogates cannot be encoded

@@ -1,0 +1,61 @@
+"""Arguments of vLLM's engine, from the section and the model."""
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.generation.engines import EngineModel
+from nemo_rl.generation.vllm.cpu.settings import check_cpu_arguments, cpu_arguments
+from nemo_rl.generation.vllm.entry import VllmGenerationConfig
+
+WORKER_EXTENSION = "nemo_rl.generation.vllm.worker.WeightLoadingExtension"  # imported by vLLM's worker
+ENGINE_SEED_BITS = 31
+
+
+def engine_arguments(section: VllmGenerationConfig, model: EngineModel) -> dict[str, Any]:
+    """Return the arguments of vLLM's AsyncEngineArgs; `vllm_kwargs` override all others."""
+    cfg, on_cpu = section.vllm_cfg, model.device == "cpu"
+    length = cfg.max_model_len or model.max_model_len
+    dtype = section.dtype(model.dtype)
+    arguments: dict[str, Any] = {
+        "model": model.model_path,
+        "dtype": dtype,
+        "max_model_len": length,
+        "max_num_seqs": cfg.max_num_seqs,
+        "tensor_parallel_size": cfg.tensor_parallel_size,
+        "gpu_memory_utilization": cfg.gpu_memory_utilization,
+        "kv_cache_memory_bytes": cfg.kv_cache_memory_bytes,
+        "enforce_eager": cfg.enforce_eager or False,
+        "enable_prefix_caching": cfg.enable_prefix_caching,
+        "enable_sleep_mode": section.colocated.enabled if cfg.enable_sleep_mode is None else cfg.enable_sleep_mode,
+        "skip_tokenizer_init": not has_tokenizer(model.model_path),
+        "generation_config": "vllm",  # ignore the sampling defaults of the model
+        "logprobs_mode": "processed_logprobs",  # log_softmax(logits / temperature)
+        "worker_extension_cls": WORKER_EXTENSION,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if on_cpu:
+        arguments |= cpu_arguments(cfg, length)
+    elif cfg.tensor_parallel_size > 1:
+        # In a placement group vLLM would choose its Ray executor, which refuses a bundle of several GPUs.
+        arguments["distributed_executor_backend"] = "mp"
+    if dtype != "float32":
+        # As in the policy: logits near 20 rounded to bfloat16 are off by up to 0.06.
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    if not cfg.seeds_requests(model.device):
+        # vLLM's own default is one constant: replicas with the same prompts would sample the same responses.
+        arguments["seed"] = secrets.randbits(ENGINE_SEED_BITS)
+    overrides = {**arguments.get("hf_overrides", {}), **section.vllm_kwargs.get("hf_overrides", {})}
+    arguments |= section.vllm_kwargs
+    if overrides:
+        arguments["hf_overrides"] = overrides
+    if on_cpu:
+        check_cpu_arguments(cfg, arguments)
+    return arguments
+
+
+def has_tokenizer(model_path: str) -> bool:
+    """Return whether the model comes with a tokenizer; only requests with stop strings need one."""
+    directory = Path(model_path)
+    return not directory.is_dir() or any(directory.glob("tokenizer*")) or (directory / "vocab.json").exists()

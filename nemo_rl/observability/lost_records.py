@@ -1,0 +1,25 @@
+"""Counts of what a run could not write to its directory: metrics and rollouts, for its summary and its exit code."""
+
+from collections import Counter
+
+from nemo_rl.errors import RecordError
+
+
+class LostRecords:
+    """How many records each file of a run lacks."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, file: object, count: int = 1) -> None:
+        """Count records that a file lacks."""
+        self._counts[str(file)] += count
+
+    def __str__(self) -> str:
+        """Name each file with its number of lost records; "" if nothing is lost."""
+        return ", ".join(f"{file} lacks {count}" for file, count in self._counts.items())
+
+    def check(self) -> None:
+        """Raise RecordError if records are lost."""
+        if self._counts:
+            raise RecordError(f"records could not be written: {self}; make room, and see the first error in the log")

@@ -1,0 +1,127 @@
+"""NeMo Gym's rows as prompts."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.data.prompt_sets import PromptSet, load_prompt_sets
+from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.types import Message, ToolCall
+
+MATH, CARDS = {"name": "math_agent"}, {"name": "blackjack_agent", "type": "responses_api_agents"}
+
+
+def row(text: str = "2+2", agent: Any = MATH, **parameters: Any) -> dict[str, Any]:
+    asked = {"input": [{"role": "user", "content": text}], **parameters}
+    return {"responses_create_params": asked, "agent_ref": agent, "expected_answer": "4"}
+
+
+@pytest.fixture
+def section(tmp_path: Path):
+    def write(*rows: Any, file: str = "rows.jsonl", **keys: Any) -> DatasetConfig:
+        path = tmp_path / file
+        path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in rows))
+        return DatasetConfig(dataset_name="nemo_gym", data_path=str(path), **keys)
+
+    return write
+
+
+def train_set(*sections: DatasetConfig, **data: Any) -> PromptSet:
+    return load_prompt_sets(DataConfig(train=list(sections), **data), run_seed=0)[0]
+
+
+def test_a_row_names_its_agent_and_goes_to_it_whole(section) -> None:
+    train = train_set(section(row(), row("deal", CARDS)))
+    first, second = train.prompts
+    assert first.messages == (Message("user", "2+2"),)
+    assert (first.task_name, first.agent_name, first.dataset) == ("nemo_gym", "math_agent", "nemo_gym")
+    assert first.env_state == {"row": row()}
+    assert second.agent_name == "blackjack_agent"
+    assert train.agent_names == {"math_agent", "blackjack_agent"}
+    assert train.task_names == {"nemo_gym"}
+
+
+def test_the_section_names_environment_set_and_the_agent_of_rows_without_one(section) -> None:
+    plain = {"responses_create_params": {"input": "hello"}}
+    (prompt,) = train_set(section(plain, env_name="gym", agent_name="greeter", name="greetings")).prompts
+    assert (prompt.task_name, prompt.agent_name, prompt.dataset) == ("gym", "greeter", "greetings")
+    assert prompt.messages == (Message("user", "hello"),)
+    assert prompt.env_state["row"] == plain | {"agent_ref": {"type": "responses_api_agents", "name": "greeter"}}
+
+
+def test_items_of_a_conversation_become_messages_and_tools_those_of_templates(section) -> None:
+    conversation = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "a cat"},
+    ]
+    tool = {"type": "function", "name": "look", "strict": True, "parameters": {"type": "object"}}
+    (prompt,) = train_set(section(row(input=conversation, tools=[tool]))).prompts
+    assert prompt.messages == (
+        Message("system", "Be brief."),
+        Message("user", "a\nb"),
+        Message("assistant", "<think>hm</think>I look.", (ToolCall("c1", "look", '{"at": 1}'),)),
+        Message("tool", "a cat", tool_call_id="c1"),
+    )
+    assert prompt.tools == ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
+
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        ("{", "no valid JSON"),
+        ({"agent_ref": MATH}, "responses_create_params is missing, not an object"),
+        ({"responses_create_params": "x", "agent_ref": MATH}, "responses_create_params is 'x', not an object"),
+        ({"responses_create_params": {"input": "x"}}, r"agent_ref is missing, .* \(agent_name of the dataset"),
+        (row(agent={"type": "a"}), "agent_ref is {'type': 'a'}, not an object with the name"),
+        (row(agent="math"), "agent_ref is 'math', not an object"),
+        (row(input=None), "input is missing, not text or a list"),
+        (row(input=[]), r"input is \[\], not text or a list"),
+        (row(input=["hi"]), r"input\[0\] is 'hi', not a message"),
+        (row(input=[{"role": "human", "content": "x"}]), r"input\[0\]\.role is 'human'; known: developer, system"),
+        (row(input=[{"role": "user"}]), r"input\[0\]\.content is missing"),
+        (row(input=[{"role": "user", "content": [{"type": "input_image"}]}]), "type 'input_image': this policy reads"),
+        (row(input=[{"type": "function_call", "arguments": "{}"}]), "has no field 'name'"),
+        (row(tools={}), "tools is {}, not a list"),
+        (row(tools=[{"type": "web_search"}]), r"tools\[0\] is {'type': 'web_search'}, not a function"),
+    ],
+)
+def test_a_row_that_no_agent_could_run_is_named_at_the_start(section, broken: Any, problem: str) -> None:
+    with pytest.raises(DataError, match=rf"rows\.jsonl:3: .*{problem}"):
+        train_set(section(row(), "", broken))
+
+
+def test_what_the_policy_would_refuse_is_dropped_with_one_note(section, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    forced = row(tool_choice="required", top_logprobs=2, temperature=0.5)
+    train = train_set(section(forced, forced, row(tool_choice="auto")))
+    kept = [prompt.env_state["row"]["responses_create_params"].keys() for prompt in train.prompts]
+    assert kept == [{"input", "temperature"}, {"input", "temperature"}, {"input", "tool_choice"}]
+    notes = [record.message for record in caplog.records if "dropped" in record.message]
+    assert notes == [
+        "nemo_gym: dropped tool_choice, top_logprobs of responses_create_params: the policy decides what it samples"
+    ]
+
+
+def test_a_file_without_rows_and_a_section_without_file_are_refused(section) -> None:
+    with pytest.raises(DataError, match=r"data\.train\.0: .*rows\.jsonl has no rows"):
+        train_set(section(""))
+    with pytest.raises(ConfigError, match=r"data\.train\.0\.data_path"):
+        train_set(DatasetConfig(dataset_name="nemo_gym"))
+
+
+def test_rows_of_a_validation_set_are_left_out_of_training(section) -> None:
+    rows = [row(str(number)) for number in range(4)]
+    validation = section(rows[2], row("2", CARDS), file="held_out.jsonl")
+    kept = train_set(section(*rows), validation=validation).prompts
+    assert [prompt.messages[0].content for prompt in kept] == ["0", "1", "3"]
+    assert len(train_set(section(*rows), validation=validation, disjoint=False).prompts) == 4
+    with pytest.raises(ConfigError, match=r"data\.disjoint"):
+        train_set(section(rows[2]), validation=validation)
