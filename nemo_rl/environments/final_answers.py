@@ -9,24 +9,51 @@ ANSWER_WORDS = "answer|antwort|réponse|respuesta|risposta|resposta|jawaban|đá
 ANSWER_LETTER = re.compile(rf"(?:{ANSWER_WORDS})\s*[:：][\s*$({{]*([A-Z])\b", re.IGNORECASE)
 ANSWER_TAIL = 300  # characters at the end of a response that may hold the answer, as in DAPO
 TAGGED_START, TAGGED_MIDDLE, TAGGED_END = "<think>", "</think>\n<answer>", "</answer>"
-UNITS = re.compile(
-    r"\b(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|pounds"
-    r"|meters|meals|edges|students|multiples)\b"
+# What does not count in a final answer, by DAPO's verifier (arXiv:2503.14476), which has it from Minerva
+# (arXiv:2206.14858). Applied in this order and anywhere in the text, each to what the ones before left.
+REPLACEMENTS = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+    *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
 )
-TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm)\{([^{}]*)\}")
-SPACING = re.compile(r"\\[,;!: $]|\^\{?\\circ\}?|\{,\}|[$\s\"]")
+REMOVED_UNITS = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples"),
+)
+REMOVED_LATEX = (
+    *("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}"),
+    *("\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+# Commands of which the argument remains: up to its first closing brace, \boxed up to the last one of the line.
+UNWRAPPED = (
+    *(re.compile(rf"\\{name}\{{([^}}\n]*)\}}") for name in ("text", "textbf", "overline")),
+    re.compile(r"\\boxed\{(.*)\}"),
+)
+BRACELESS = ((re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"), (re.compile(r"sqrt([^{])"), r"sqrt{\1}"))
 
 
 def normalize_answer(text: str) -> str:
-    """Return an answer without its left side, units, spacing and LaTeX's text commands.
+    """Return an answer without its left side, units, spaces and LaTeX's text commands, as DAPO's verifier does.
 
-    Example: "x = 1,234 \\text{ cm}." becomes "1234".
+    Example: "x = $1,234 \\text{ cm}$" becomes "1234"; "\\boxed{\\frac12}" becomes "\\frac{1}{2}".
     """
-    text = TEXT_COMMAND.sub(r"\1", text.rpartition("=")[2].strip().rstrip("."))
-    text = SPACING.sub("", UNITS.sub("", text)).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    text = re.sub(r"frac(\w)(\w)", r"frac{\1}{\2}", text)
-    text = re.sub(r"sqrt(\w)", r"sqrt{\1}", text)
-    return text.replace(",", "") if text.replace(",", "").isdigit() else text
+    text = text.rpartition("=")[2]
+    for old, new in (*REPLACEMENTS, *((removed, "") for removed in (*REMOVED_UNITS, *REMOVED_LATEX))):
+        text = text.replace(old, new)
+    text = "\n".join(map(_keep_formula, text.split("\n")))
+    for command in UNWRAPPED:
+        text = command.sub(r"\1", text)
+    for shorthand, written_out in BRACELESS:
+        text = shorthand.sub(written_out, text)
+    text = text.replace("$", "")
+    without_commas = text.replace(",", "")
+    return (without_commas if without_commas.isdigit() else text).strip()
+
+
+def _keep_formula(line: str) -> str:
+    """Return the first formula of a line, with its dollar signs; the line if it has none."""
+    parts = line.split("$", 2)
+    return f"${parts[1]}$" if len(parts) == 3 else line
 
 
 def verify_last_answer(reference: str, response: str) -> tuple[bool, str | None]:
