@@ -48,12 +48,13 @@ MAX_ERROR_TEXT_CHARACTERS = 500  # characters of a response that an error quotes
 class GymClient:
     """A client of one stack, made in any thread and used in one event loop: `connect` first, `close` last."""
 
-    def __init__(self, section: NemoGymConfig, *, head_url: str | None = None, key: str = "env.nemo_gym") -> None:
-        """Take the `head_url` of a stack that the run started, else the section's; `key` is the key of the entry."""
-        url = head_url or section.head_url
+    def __init__(self, section: NemoGymConfig, *, started: GymStack | None = None, key: str = "env.nemo_gym") -> None:
+        """Take the stack that the run started, else the section's `head_url`; `key` is the key of the entry."""
+        url = started.head_url if started is not None else section.head_url
         if url is None:
             raise ConfigError(f"{key}.head_url", None, "required unless the run starts a stack")
         self._head_url = url.rstrip("/")
+        self._stack_id = started.stack_id if started is not None else None
         self._section = section
         self._key = key
         self._servers = GymServers({})
@@ -127,7 +128,7 @@ class GymClient:
             self._http = None
 
     async def _find_unresponsive(self, expected_agents: Collection[str]) -> tuple[str, ...]:
-        self._servers = await discover(self._session(), self._head_url)
+        self._servers = await discover(self._session(), self._head_url, stack_id=self._stack_id)
         for agent in expected_agents:
             if agent not in self._servers.agents:
                 problem = "the stack has no such agent"
@@ -183,7 +184,7 @@ class GymClient:
     async def _rediscover(self) -> None:
         """Refresh the addresses after a failure; keep the old ones if the head server does not respond."""
         try:
-            self._servers = await discover(self._session(), self._head_url)
+            self._servers = await discover(self._session(), self._head_url, stack_id=self._stack_id)
         except GymError as error:
             logger.warning("cannot rediscover NeMo Gym's servers: %s", error)
 
@@ -235,7 +236,7 @@ async def open_gym_client(
     if section.config_paths is not None:
         started = await GymStack.start(section, policy=policy, run_dir=run_dir, key=key)
         stack.push_async_callback(started.close)
-    client = GymClient(section, head_url=started.head_url if started else None, key=key)
+    client = GymClient(section, started=started, key=key)
     stack.push_async_callback(client.close)
     await client.connect(agents, check=started.check if started else None)
     if started is not None:

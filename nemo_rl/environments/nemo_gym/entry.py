@@ -15,7 +15,8 @@ from nemo_rl.config.value_types import Delay, Seconds
 from nemo_rl.errors import ConfigError
 
 AGENT_SERVERS = "responses_api_agents"
-SERVER_KINDS = (AGENT_SERVERS, "responses_api_models", "resources_servers")
+ENVIRONMENT_SERVERS = "environment_servers"  # of Gym 0.7
+SERVER_KINDS = (AGENT_SERVERS, "responses_api_models", "resources_servers", ENVIRONMENT_SERVERS)
 # Keys of Gym's own configuration, which NeMo-RL's recipes write next to those of the section.
 GYM_KEYS = frozenset(
     {

@@ -19,6 +19,7 @@ from nemo_rl.environments.nemo_gym.reply import GymInvalidReply, GymUnavailable
 
 REQUEST_TIMEOUT_S = 10.0  # per request to the head server, or probe of a server
 ANY_ADDRESS = ("0.0.0.0", "::")
+STACK_ID_KEY = "nemo_rl_stack_id"  # in the configuration of a stack that the run started
 CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 GATEWAY_STATUSES = (502, 503, 504)
 
@@ -67,8 +68,11 @@ def open_connections() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, timeout=no_limit, cookie_jar=aiohttp.DummyCookieJar())
 
 
-async def discover(http: aiohttp.ClientSession, head_url: str) -> GymServers:
-    """Return the servers that the head server lists; raises GymUnavailable, or GymInvalidReply for another server."""
+async def discover(http: aiohttp.ClientSession, head_url: str, *, stack_id: str | None = None) -> GymServers:
+    """Return the servers that the head server lists.
+
+    Raises GymUnavailable, or GymInvalidReply for another kind of server and, with a `stack_id`, for another stack's.
+    """
     url = f"{head_url}/global_config_dict_yaml"
     try:
         async with http.get(url, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as response:
@@ -85,6 +89,10 @@ async def discover(http: aiohttp.ClientSession, head_url: str) -> GymServers:
         raise GymInvalidReply(f"not a head server of NeMo Gym: {describe_error(error)}", url=url) from error
     if not isinstance(config, dict):
         raise GymInvalidReply("not a head server of NeMo Gym: its configuration is no mapping", url=url)
+    if stack_id is not None and config.get(STACK_ID_KEY) != stack_id:
+        raise GymInvalidReply(
+            "the head server of another stack listens there; choose another head_server.port", url=url
+        )
     return parse_servers(config, head_host=urlsplit(head_url).hostname or "127.0.0.1")
 
 

@@ -18,7 +18,7 @@ from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym import supervisor
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
 from nemo_rl.environments.nemo_gym.reply import GymError, GymStackEnded, GymUnavailable
-from nemo_rl.environments.nemo_gym.servers import discover, find_unresponsive_servers
+from nemo_rl.environments.nemo_gym.servers import STACK_ID_KEY, discover, find_unresponsive_servers
 from nemo_rl.environments.nemo_gym.workspace import (
     GymPython,
     collect_requirements,
@@ -28,7 +28,7 @@ from nemo_rl.environments.nemo_gym.workspace import (
 )
 from nemo_rl.errors import ConfigError
 
-STACK_ID_VARIABLE = "NEMO_RL_GYM_STACK"  # in the environment of every process of a stack, to find them
+STACK_ID_VARIABLE = "NEMO_RL_GYM_STACK"  # the stack's id in the environment of each of its processes, to find them
 START_SCRIPT = "import sys; sys.argv = ['gym', 'env', 'start']; from nemo_gym.cli.main import main; sys.exit(main())"
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # for the supervisor to end
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 class GymStack:
     """A running stack, made by `start` and ended by `close`; it also ends with this process."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", head_url: str, log_file: Path, marker: str) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", head_url: str, log_file: Path, stack_id: str) -> None:
         """Use `start`."""
         self.head_url = head_url
         self.log_file = log_file
+        self.stack_id = stack_id  # in the configuration that its head server shows
         self._process = process
-        self._marker = marker
 
     @classmethod
     async def start(
@@ -83,6 +83,7 @@ class GymStack:
     @classmethod
     def _launch(cls, section: NemoGymConfig, policy: ServedPolicy, directory: Path, key: str) -> "GymStack":
         assert section.config_paths is not None  # check_nemo_gym
+        directory = directory.absolute()  # Gym runs in it
         python = resolve_gym_python(section.python, key=f"{key}.python")
         configs = find_configs(section.config_paths, python.site_packages, key=f"{key}.config_paths")
         if section.python is None:
@@ -100,13 +101,13 @@ class GymStack:
             "port_range_low": section.port_range_low,
             "port_range_high": section.port_range_high,
         }
-        merged = OmegaConf.merge(settings, section.overrides)
+        stack_id, log_file = uuid4().hex, directory / "gym.log"
+        merged = OmegaConf.merge(settings, section.overrides, {STACK_ID_KEY: stack_id})
         head = merged.head_server
         write_workspace(directory, python, OmegaConf.to_container(merged, resolve=False))  # pyright: ignore
-        marker, log_file = uuid4().hex, directory / "gym.log"
         logger.info("starting NeMo Gym; its log is %s", log_file)
-        process = _spawn(python, directory, log_file, marker)
-        return cls(process, f"http://{head.host}:{head.port}", log_file, marker)
+        process = _spawn(python, directory, log_file, stack_id)
+        return cls(process, f"http://{head.host}:{head.port}", log_file, stack_id)
 
     async def _wait_until_ready(self, timeout_s: float, key: str) -> None:
         pending = "its head server"
@@ -115,7 +116,7 @@ class GymStack:
                 while True:
                     self.check()
                     with contextlib.suppress(GymUnavailable):
-                        servers = await discover(http, self.head_url)
+                        servers = await discover(http, self.head_url, stack_id=self.stack_id)
                         silent = await find_unresponsive_servers(http, list(servers.by_name.values()))
                         if not silent:
                             return
@@ -140,7 +141,7 @@ class GymStack:
             self._process.wait()
         deadline = time.monotonic() + supervisor.KILL_TIMEOUT_S
         while (
-            left := _find_stack_processes(self._marker)
+            left := _find_stack_processes(self.stack_id)
         ) and time.monotonic() < deadline:  # only if the supervisor was killed
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -160,12 +161,12 @@ class GymStack:
         return f"; the end of {self.log_file}:\n" + "\n".join(lines or ["(empty)"])
 
 
-def _spawn(python: GymPython, directory: Path, log_file: Path, marker: str) -> "subprocess.Popen[bytes]":
+def _spawn(python: GymPython, directory: Path, log_file: Path, stack_id: str) -> "subprocess.Popen[bytes]":
     # Excluded: modules of this Python, an environment of uv, a Ray cluster of another Python version.
     excluded = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in excluded}
     environment |= {
-        STACK_ID_VARIABLE: marker,
+        STACK_ID_VARIABLE: stack_id,
         "RAY_ADDRESS": "local",  # even if a cluster runs on this machine
         "PATH": f"{python.prefix / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONUNBUFFERED": "1",
@@ -183,9 +184,9 @@ def _spawn(python: GymPython, directory: Path, log_file: Path, marker: str) -> "
         )
 
 
-def _find_stack_processes(marker: str) -> list[int]:
+def _find_stack_processes(stack_id: str) -> list[int]:
     """Return the ids of a stack's live processes, even if orphaned."""
-    wanted = f"{STACK_ID_VARIABLE}={marker}".encode()
+    wanted = f"{STACK_ID_VARIABLE}={stack_id}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -140,8 +140,8 @@ def collect_requirements(configs: Iterable[Mapping[Any, Any]], site_packages: Pa
 def write_workspace(directory: Path, python: GymPython, settings: Mapping[str, Any]) -> None:
     """Create the directory: the configuration, the user's own servers, and an environment for each server of Gym.
 
-    `settings` take precedence over the user's env.yaml in the current directory. The file holds API keys, so only its
-    owner may read it.
+    `directory` is absolute, since Gym's servers resolve paths in directories of their own. `settings` take precedence
+    over the user's env.yaml in the current directory. The file holds API keys, so only its owner may read it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     own = Path.cwd() / CONFIG_FILE
@@ -168,7 +168,7 @@ def _check_interpreter(path: str, key: str) -> GymPython:
     version, gym_version, _, _ = answer
     if tuple(version) < MIN_PYTHON:
         raise ConfigError(key, path, f"is Python {version[0]}.{version[1]}; NeMo Gym needs 3.12 or newer")
-    found = _inspect(Path(path))
+    found = _inspect(Path(path).absolute())  # not resolved: a link in an environment is the environment's Python
     if found is None or gym_version is None:
         raise ConfigError(key, path, f"has no nemo-gym; install it there: uv pip install nemo-gym=={GYM_VERSION}")
     return found
@@ -257,8 +257,10 @@ def _list_servers(kind: str, site_packages: Path) -> list[str]:
 
 
 def _symlink_directory(link: Path, target: Path) -> None:
-    if target.is_dir() and not link.is_symlink():
+    if target.is_dir():
         link.parent.mkdir(parents=True, exist_ok=True)
+        if link.is_symlink():  # of an earlier start, maybe of another Python
+            link.unlink()
         link.symlink_to(target, target_is_directory=True)
 
 

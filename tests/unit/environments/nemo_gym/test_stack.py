@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from nemo_rl.environments.nemo_gym.client import GymClient, open_gym_client
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
-from nemo_rl.environments.nemo_gym.reply import GymRefused, GymStackEnded, GymUnavailable
+from nemo_rl.environments.nemo_gym.reply import GymInvalidReply, GymRefused, GymStackEnded, GymUnavailable
 from nemo_rl.environments.nemo_gym.stack import GymStack
 from nemo_rl.errors import ConfigError
 from tests.unit.environments.nemo_gym.fake_python import fake_environment
@@ -67,7 +67,7 @@ def test_a_started_stack_answers_and_leaves_nothing(section: Any, tmp_path: Path
         stack.check()
         assert all(map(is_alive, pids(tmp_path)))
         settings = section("serves")
-        client = GymClient(settings, head_url=stack.head_url)
+        client = GymClient(settings, started=stack)
         await client.connect(["agent"], check=stack.check)
         await client.close()
 
@@ -79,6 +79,27 @@ def test_a_started_stack_answers_and_leaves_nothing(section: Any, tmp_path: Path
     assert list(written.config_paths) == [str(tmp_path / "here" / "own.yaml")]
     assert (written.port_range_low, written.port_range_high) == (10_001, 20_000)
     assert "stand-in" in (tmp_path / "nemo_gym" / "gym.log").read_text()
+
+
+def test_a_relative_run_directory_is_written_as_an_absolute_path(section: Any, tmp_path: Path) -> None:
+    """Servers of Gym resolve the path in directories of their own."""
+
+    async def use(stack: GymStack) -> None:
+        directory = tmp_path / "here" / "runs" / "nemo_gym"
+        written = OmegaConf.load(directory / "env.yaml")
+        assert written.uv_venv_dir == str(directory / "environments")
+        assert stack.log_file == directory / "gym.log"
+
+    with_stack(section("serves"), Path("runs"), use)
+
+
+def test_the_head_of_another_stack_is_not_taken_for_ours(section: Any, tmp_path: Path) -> None:
+    async def use(stack: GymStack) -> None:
+        overrides = {"mode": "late", "head_server": {"port": int(stack.head_url.rpartition(":")[2])}}
+        with pytest.raises(GymInvalidReply, match="the head server of another stack listens there"):
+            await start(section("late", overrides=overrides), tmp_path / "second")
+
+    with_stack(section("serves"), tmp_path / "first", use)
 
 
 def test_overrides_win_over_what_we_say(section: Any, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         MATH: "math: {resources_servers: {math: {entrypoint: app.py}}}",
         POLICY_MODEL_CONFIG: "policy_model: {responses_api_models: {vllm_model: {entrypoint: app.py}}}",
         "resources_servers/math/requirements.txt": "-e nemo-gym[dev] @ ../../\n# why\nmath-verify==0.8.0 # pinned\n\n",
+        "environment_servers/legacy_agent/requirements.txt": "-e nemo-gym[dev] @ ../../\n",
         "responses_api_models/vllm_model/pyproject.toml": '[project]\ndependencies = ["nemo-gym[dev]", "tiktoken"]\n',
         "resources_servers/other/requirements.txt": "torch\n",
     }
@@ -92,13 +93,14 @@ def test_the_directory_has_keys_nobody_else_may_read_and_an_environment_a_server
     prefix = site_packages.parent / "environment"
     prefix.mkdir()
     directory = site_packages.parent / "run" / "nemo_gym"
-    python = GymPython(prefix / "bin" / "python", (3, 12), prefix, site_packages)
-    for _ in range(2):  # a resumed run finds its directory
+    for used in (site_packages, prefix):  # a resumed run finds its directory, made with another Python
+        python = GymPython(used / "bin" / "python", (3, 12), used, site_packages)
         write_workspace(directory, python, {"policy_model_name": "policy", "config_paths": [MATH]})
     written = OmegaConf.load(directory / "env.yaml")
     assert (written.judge_key, written.policy_model_name, written.skip_venv_if_present) == ("secret", "policy", True)
     assert stat.S_IMODE((directory / "env.yaml").stat().st_mode) == 0o600
-    for server in ("resources_servers/math", "resources_servers/own", "responses_api_models/vllm_model"):
+    servers = ("resources_servers/math", "resources_servers/own", "responses_api_models/vllm_model")
+    for server in (*servers, "environment_servers/legacy_agent"):
         assert (Path(written.uv_venv_dir) / server / ".venv").resolve() == prefix
     assert (directory / "resources_servers" / "own").is_dir()
 
@@ -119,6 +121,14 @@ def test_a_python_by_path_is_taken_as_it_is(tmp_path: Path) -> None:
     found = resolve_gym_python(str(fake_environment(tmp_path / "own", minor=13)))
     assert (found.version, found.prefix, found.is_virtual) == ((3, 13), tmp_path / "own", True)
     assert found.site_packages == tmp_path / "own" / "site-packages"
+
+
+def test_a_relative_path_of_a_python_is_that_of_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = fake_environment(tmp_path / "own")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_gym_python("own/bin/python").python == python
 
 
 def test_a_python_that_will_not_do_is_named(tmp_path: Path) -> None:
