@@ -161,7 +161,8 @@ def _check_rewards(config: GRPORunConfig) -> None:
             "grpo.reward_scaling.source_min", scaling.source_min, f"must be below source_max = {scaling.source_max}"
         )
     longest = shaping.max_response_length or config.policy.max_response_length
-    if shaping.enabled and shaping.overlong_buffer_length > longest:
+    is_buffer_read = shaping.enabled and shaping.stop_properly_penalty_coef is None
+    if is_buffer_read and shaping.overlong_buffer_length > longest:
         raise ConfigError(
             "grpo.reward_shaping.overlong_buffer_length",
             shaping.overlong_buffer_length,

@@ -53,9 +53,8 @@ class RolloutConfig(RolloutBoundsConfig):
 
     max_failed_share: float = Field(default=0.5, ge=0, le=1)  # share of a step's rollouts; above it the run stops
     min_group_size: int = Field(default=2, gt=0)  # survivors that a group needs to be trained on
-    oversample: float = Field(
-        default=1.0, ge=1, le=2
-    )  # prompts begun / prompts of a step, which takes the first complete
+    # prompts begun / prompts of a step, which takes the first complete; above 1.5 most steps would await deferred ones
+    oversample: float = Field(default=1.0, ge=1, le=1.5)
     write_rollouts: bool = True  # rollouts/*.jsonl in the run directory
     write_token_ids: bool = False  # also the token ids of every message
 

@@ -63,7 +63,7 @@ async def open_rollout_session(
 
     `server`: one of the gateway's, for clients whose address is given; None: the one with the fewest sessions.
     """
-    seed = request_seed(options.seed, job.epoch, job.prompt.prompt_id, job.generation_index, 0)
+    seed = request_seed(options.seed, job, 0)
     handle = sessions.open_session(seed=seed, sampling=options.sampling, server=server, trains=options.trains)
     try:
         yield handle

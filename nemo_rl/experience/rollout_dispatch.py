@@ -18,10 +18,12 @@ Scheduler: TypeAlias = Callable[
 ]
 
 
-def make_rollout_jobs(prompts: Iterable[LoadedPrompt], num_generations: int) -> list[RolloutJob]:
+def make_rollout_jobs(prompts: Iterable[LoadedPrompt], num_generations: int, *, attempt: int = 0) -> list[RolloutJob]:
     """Make `num_generations` jobs per prompt, one prompt after the other."""
     return [
-        RolloutJob(one.prompt, one.group_id, index, one.epoch) for one in prompts for index in range(num_generations)
+        RolloutJob(one.prompt, one.group_id, index, one.epoch, attempt)
+        for one in prompts
+        for index in range(num_generations)
     ]
 
 

@@ -73,13 +73,14 @@ class SyncSource:
         Groups hold their failed rollouts too. Raises RolloutError with the first cause when too many fail, and when
         nothing progresses.
         """
-        num_put_back = self._loader.num_put_back
+        num_deferred = self._loader.num_put_back if self._num_begun > self._num_prompts else 0
         loaded = self._loader.take_step(self._num_begun)
         if not loaded:
             raise StopAsyncIteration
         if len(loaded) > self._num_prompts:
-            return await self._take_first_complete(loaded, num_put_back, weight_version)
-        trajectories = await self._run(make_rollout_jobs(loaded, self._num_generations))
+            return await self._take_first_complete(loaded, num_deferred, weight_version)
+        jobs = [job for at, one in enumerate(loaded) for job in self._jobs(one, is_deferred=at < num_deferred)]
+        trajectories = await self._run(jobs)
         if self._writer is not None:
             await self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
         metrics = self._metrics(trajectories, weight_version)
@@ -101,12 +102,13 @@ class SyncSource:
         """Do nothing: nothing runs between two calls."""
 
     async def _take_first_complete(
-        self, loaded: Sequence[LoadedPrompt], num_put_back: int, weight_version: int
+        self, loaded: Sequence[LoadedPrompt], num_deferred: int, weight_version: int
     ) -> CollectedGroups:
         options = self._counting_failures(len(loaded) * self._num_generations)
+        deferred = {one.prompt_index for one in loaded[:num_deferred]}
 
         async def collect(one: LoadedPrompt) -> TrajectoryGroup:
-            jobs = make_rollout_jobs([one], self._num_generations)
+            jobs = self._jobs(one, is_deferred=one.prompt_index in deferred)
             trajectories = await run_training_rollouts(jobs, self._dependencies, options)
             return group_trajectories(trajectories, self._num_generations)[0]
 
@@ -114,7 +116,7 @@ class SyncSource:
             loaded,
             collect,
             count=self._num_prompts,
-            num_required=min(num_put_back, self._num_prompts),
+            num_required=min(num_deferred, self._num_prompts),
             min_group_size=self._min_group_size,
         )
         self._loader.put_back(one.prompt_index for one in first.deferred)
@@ -123,6 +125,10 @@ class SyncSource:
             await self._writer.write(weight_version + 1, trajectories)  # the step that trains on those taken
         metrics = self._metrics(trajectories, weight_version)
         return CollectedGroups(first.taken, metrics | self._oversampling_metrics(len(loaded), first))
+
+    def _jobs(self, one: LoadedPrompt, *, is_deferred: bool) -> list[RolloutJob]:
+        """Return the jobs of a group; a deferred one has other seeds, as the same ones would be as slow again."""
+        return make_rollout_jobs([one], self._num_generations, attempt=int(is_deferred))
 
     def _metrics(self, trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
         rollouts = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version)

@@ -48,6 +48,7 @@ class RolloutJob:
     group_id: str
     generation_index: int  # its place in the group
     epoch: int = 0
+    attempt: int = 0  # 1: its group was begun for an earlier step, and deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,10 @@ def encode_prompt(prompt: Prompt, encoder: ChatEncoder) -> EncodedPrompt | Failu
     return EncodedPrompt(tuple(message_log), flat_token_ids(message_log), conversation)
 
 
-def request_seed(seed: int, epoch: int, prompt_id: str, generation_index: int, turn: int) -> int:
+def request_seed(seed: int, job: RolloutJob, turn: int) -> int:
     """Return the seed of one request: a stable 63-bit hash, equal in every process and on every machine."""
-    identity = f"{seed}\x1f{epoch}\x1f{prompt_id}\x1f{generation_index}\x1f{turn}".encode()
+    parts = [seed, job.epoch, job.prompt.prompt_id, job.generation_index, turn, *([job.attempt] if job.attempt else [])]
+    identity = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest()) >> 1
 
 
@@ -252,7 +254,7 @@ class Episode:
             request_id=f"{session_id}:{self._num_turns}",
             token_ids=self._context,
             sampling=sampling,
-            seed=request_seed(self._rules.seed, job.epoch, job.prompt.prompt_id, job.generation_index, self._num_turns),
+            seed=request_seed(self._rules.seed, job, self._num_turns),
             session_id=session_id,
             messages=tuple(m.message for m in self._message_log) if self._encoder.is_rendered_by_server else (),
             tools=job.prompt.tools if self._encoder.is_rendered_by_server else (),

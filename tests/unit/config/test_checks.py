@@ -223,6 +223,7 @@ def test_losses_and_advantages_without_a_formula_are_refused(load: Load, overrid
         [LOSS + "use_cispo=true"],
         [LOSS + "disable_ppo_ratio=true"],
         [LOSS + "force_on_policy_ratio=true"],
+        ["grpo.reward_shaping={enabled:true,stop_properly_penalty_coef:0.5}", "policy.generation.max_new_tokens=100"],
         [CORRECTED],
         [CORRECTED, TIS + "ratio=2"],
         [CORRECTED, TIS + "type=tis", TIS + "ratio=2", TIS + "ratio_min=0.5"],

@@ -13,9 +13,19 @@ from nemo_rl.data.prompt_loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.oversampling import FirstComplete, collect_first, num_begun
 from nemo_rl.experience.sync_source import SyncSource
-from nemo_rl.types import CollectedGroups, EnvStep, Failure, FailureClass, StopReason, Trajectory, TrajectoryGroup
+from nemo_rl.types import (
+    CollectedGroups,
+    EnvStep,
+    Failure,
+    FailureClass,
+    GenerationRequest,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+)
 from tests.fakes.environments import FakeEnvironment, draws_of
-from tests.fakes.generation import FakeGeneration
+from tests.fakes.generation import FakeGeneration, sample
+from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.rollout_setup import OPTIONS, VOCAB_SIZE, dependencies, prompt
 
 GROUP = 2
@@ -198,6 +208,50 @@ def test_a_slow_prompt_waits_for_one_step_and_is_counted() -> None:
     assert first.metrics["num_rollouts"] == 4
     assert (state["consumed_prompts"], state["put_back"]) == (2, [0])
     assert "p0" in [group.prompt.prompt_id for group in second.groups]
+
+
+async def run_by_length(factor: float, num_steps: int) -> tuple[float, float, FakeGeneration]:
+    """Return a step's duration and a rollout's length in tokens, if a token takes a second, and the engine."""
+
+    async def token_by_token(request: GenerationRequest) -> None:
+        await asyncio.sleep(len(sample(request, VOCAB_SIZE).token_ids))
+
+    engine = FakeGeneration(vocab_size=VOCAB_SIZE, is_async=True, latency=token_by_token)
+    one = SyncSource(
+        PromptLoader([prompt(i) for i in range(4 * num_steps)], shuffle=False, seed=0, max_epochs=1),
+        dependencies(engine, {"game": FakeEnvironment(lambda conversation, state: EnvStep(rewards={"right": 1.0}))}),
+        OPTIONS,
+        num_prompts_per_step=4,
+        num_generations_per_prompt=GROUP,
+        failures=RolloutConfig(oversample=factor),
+        min_group_size=GROUP,
+    )
+    steps = await drain(one, num_steps + 1)
+    assert len(steps) == num_steps
+    trained = [t for step in steps for group in step.groups for t in group.trajectories]
+    tokens = sum(len(m.token_ids) for t in trained for m in t.message_log if m.generation_logprobs is not None)
+    return asyncio.get_running_loop().time() / num_steps, tokens / len(trained), engine
+
+
+def test_a_deferred_group_is_sampled_from_other_seeds() -> None:
+    _, _, engine = run_in_virtual_time(run_by_length(1.5, 20))
+    seeds: dict[str, list[int]] = {}
+    for request in engine.requests:
+        seeds.setdefault(request.request_id, []).append(request.seed)
+    again = [of_one for of_one in seeds.values() if len(of_one) > 1]
+    assert again
+    assert all(len(set(of_one)) == len(of_one) == 2 for of_one in again)  # deferred once, never twice
+    _, _, plain = run_in_virtual_time(run_by_length(1.0, 20))
+    assert {one.request_id: one.seed for one in plain.requests} == {name: of_one[0] for name, of_one in seeds.items()}
+
+
+@pytest.mark.parametrize("factor", [1.25, 1.5])
+def test_over_sampling_shortens_steps_and_prefers_short_rollouts_also_with_seeds(factor: float) -> None:
+    duration, length, engine = run_in_virtual_time(run_by_length(factor, 300))
+    plain_duration, plain_length, plain = run_in_virtual_time(run_by_length(1.0, 300))
+    assert duration < 0.95 * plain_duration
+    assert length < plain_length
+    assert len(engine.requests) <= factor * len(plain.requests)
 
 
 def test_without_oversampling_nothing_is_deferred() -> None:

@@ -35,6 +35,7 @@ from tests.fakes.encoder import BEGIN, END, FakeEncoder
 
 PROMPT = Prompt("p", "game", (Message("user", "ab"),), {"answer": "c"})  # tokens: BEGIN 2 3 BEGIN
 SAMPLING = SamplingParams(max_new_tokens=5, stop_token_ids=(END,), stop_strings=("stop",))
+JOB = RolloutJob(PROMPT, "g", 1, epoch=2)
 RULES = TurnRules(max_turns=3, max_total_length=100, sampling=SAMPLING, seed=7)
 GO_ON = EnvStep(observation=(Message("user", "cd"),), done=False)  # tokens: BEGIN 4 5 BEGIN
 
@@ -65,16 +66,16 @@ def test_first_request_holds_prompt_seed_and_configured_sampling():
     request = generation(episode())
     assert request.token_ids == (BEGIN, 2, 3, BEGIN)
     assert request.sampling == SAMPLING
-    assert request.seed == request_seed(7, 2, "p", 1, 0)
+    assert request.seed == request_seed(7, JOB, 0)
     assert (request.request_id, request.session_id) == ("g:1:0", "g:1")
 
 
 def test_seed_is_stable_and_differs_by_each_of_its_parts():
-    assert request_seed(7, 2, "p", 1, 0) == 4927793195473220054
-    parts = [(7, 2, "p", 1, 0), (8, 2, "p", 1, 0), (7, 3, "p", 1, 0), (7, 2, "q", 1, 0), (7, 2, "p", 2, 0)]
-    parts.append((7, 2, "p", 1, 1))
-    seeds = {request_seed(*p) for p in parts}
-    assert len(seeds) == len(parts)
+    assert request_seed(7, JOB, 0) == 4927793195473220054
+    other_prompt = replace(JOB, prompt=replace(JOB.prompt, prompt_id="q"))
+    jobs = [JOB, replace(JOB, epoch=3), replace(JOB, generation_index=2), replace(JOB, attempt=1), other_prompt]
+    seeds = {request_seed(7, job, 0) for job in jobs} | {request_seed(8, JOB, 0), request_seed(7, JOB, 1)}
+    assert len(seeds) == len(jobs) + 2
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
@@ -84,7 +85,7 @@ def test_next_request_appends_sampled_and_bridge_tokens_to_the_past():
     e.apply_env_step(GO_ON)
     assert generation(e).token_ids == (BEGIN, 2, 3, BEGIN, 9, END, BEGIN, 4, 5, BEGIN)
     assert generation(e).request_id == "g:1:1"
-    assert generation(e).seed == request_seed(7, 2, "p", 1, 1)
+    assert generation(e).seed == request_seed(7, JOB, 1)
 
 
 def test_cut_response_is_scored_once_and_then_truncated():
