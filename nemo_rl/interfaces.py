@@ -45,7 +45,8 @@ class Environment(Protocol):
     ) -> Sequence[EnvStep | Failure]:
         """Answer each conversation's last turn; return one result per item, in order.
 
-        A `Failure` fails its item alone; an exception, or a wrong number of results, fails all items of the call.
+        A `Failure` fails its item alone, a wrong number of results all items of the call. A user's step that raises is
+        called again for each item (`env.<name>.retries`).
         Calls may overlap. Blocking work runs off the event loop.
         """
         ...

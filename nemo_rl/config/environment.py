@@ -10,7 +10,7 @@ from pydantic import Field
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.layout import Device
 from nemo_rl.config.policy import ServedModelConfig
-from nemo_rl.config.value_types import Processes, Seconds
+from nemo_rl.config.value_types import Delay, Processes, Seconds
 
 
 class BatchingConfig(Section):
@@ -64,10 +64,18 @@ class AgentRunnerConfig(RolloutRunnerConfig):
     scored_by: str | None = None  # the entry of `env` whose rewards count; None: those that the agent gives
 
 
+class CallRetriesConfig(Section):
+    """Repeated calls of user code that raised, for each item of the call alone, within the entry's `timeout_s`."""
+
+    max_retries: int = Field(default=2, ge=0)  # calls of an item beyond the first; 0: an exception fails the whole call
+    backoff_s: Delay = 0.5  # before an item is tried again; doubles
+
+
 class CustomEnvironmentConfig(EnvironmentConfig):
     """A class by dotted path, with its constructor arguments, or a function."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the class
+    retries: CallRetriesConfig = CallRetriesConfig.with_defaults()  # after calls that raise
 
 
 class ScorerConfig(Section):

@@ -12,8 +12,10 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from nemo_rl.config.environment import BatchingConfig
+from nemo_rl.config.environment import BatchingConfig, CallRetriesConfig
 from nemo_rl.environments.batcher import Batcher
+from nemo_rl.environments.call_retries import CallRetries
+from nemo_rl.environments.states import copy_state
 from nemo_rl.environments.user_code import contain_exit, gather_apart, name_user_code
 from nemo_rl.errors import EnvironmentContractError, summarize_error
 from nemo_rl.interfaces import Environment
@@ -24,15 +26,17 @@ StepResult: TypeAlias = EnvStep | Failure
 Item: TypeAlias = tuple[Sequence[Message], Mapping[str, Any]]  # a conversation and its state
 
 RESPONSE_TRUNCATED = "response_truncated"  # in the state of every call: the token limit cut the last response
+MAX_CALLS_ALONE = 32  # concurrent calls for single items of calls that raised, where `batching.max_calls` is not set
 RESPONSE_FAULT = re.compile("[a-z_]{1,64}")  # a response fault is part of a metric's name
 
 
 class CheckedEnvironment:
     """An environment as rollouts call it: `step` raises nothing but cancellation, and its results are valid.
 
-    A call that takes longer than `timeout_s`, raises or gives a wrong number of results fails all of its items; an
-    invalid result fails its own item. With `batching`, the items of concurrent `step` calls share calls of the inner
-    environment; deadline and checks are then those of each shared call.
+    A call that takes longer than `timeout_s` or gives a wrong number of results fails all of its items; an invalid
+    result fails its own item. With `retries`, a call that raises is made again for each of its items alone. With
+    `batching`, the items of concurrent `step` calls share calls of the inner environment; deadline and checks are then
+    those of each shared call.
     """
 
     def __init__(
@@ -40,10 +44,15 @@ class CheckedEnvironment:
         inner: Environment,
         timeout_s: float | None,
         batching: BatchingConfig | None = None,
+        retries: CallRetriesConfig | None = None,
     ) -> None:
         self._inner = inner
         self._user_code = name_user_code(inner)
         self._timeout_s = timeout_s
+        self._retries = None
+        if retries is not None and retries.max_retries and timeout_s is not None:
+            self._retries = CallRetries(retries, timeout_s, self._user_code)
+        self._alone = asyncio.Semaphore((batching and batching.max_calls) or MAX_CALLS_ALONE)
         self._batcher: Batcher[Item, StepResult] | None = None
         if batching is not None:
             self._batcher = Batcher(self._call, batching)
@@ -63,22 +72,54 @@ class CheckedEnvironment:
     async def close(self) -> None:
         if self._batcher is not None:
             await self._batcher.close()
-        await self._inner.close()
+        await close_user_environment(self._inner)
 
     async def _call(self, items: Sequence[Item]) -> Sequence[StepResult]:
+        started_s = asyncio.get_running_loop().time()
+        try:
+            return await self._step(items)
+        except (Exception, asyncio.CancelledError) as error:  # the boundary to code of others  # noqa: BLE001
+            reraise_own_cancellation(error)
+            if self._retries is None or not isinstance(error, Exception):
+                return [error_to_failure(error)] * len(items)
+            is_shared = len(items) > 1
+            return await gather_apart(self._repeat(item, error, started_s, is_shared=is_shared) for item in items)
+
+    async def _step(self, items: Sequence[Item]) -> Sequence[StepResult]:
+        """Return the results of one call; raises what it raises, and TimeoutError at its deadline."""
+        states = [state if self._retries is None else copy_state(state) for _, state in items]
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                step = self._inner.step([c for c, _ in items], [s for _, s in items])
-                results = await contain_exit(step, self._user_code)
-            if len(results) != len(items):
-                raise EnvironmentContractError(f"{len(results)} results for {len(items)} items")
-            return [validate_result(result) for result in results]
-        except (Exception, asyncio.CancelledError) as error:  # the boundary to code of others  # noqa: BLE001
+                results = await contain_exit(self._inner.step([c for c, _ in items], states), self._user_code)
+        except (Exception, asyncio.CancelledError) as error:
             reraise_own_cancellation(error)
-            expired = deadline.expired()
-            cause = TimeoutError(f"no answer in {self._timeout_s:g} s") if expired else error
-            return [error_to_failure(cause)] * len(items)
+            if deadline.expired():
+                raise TimeoutError(f"no answer in {self._timeout_s:g} s") from None
+            raise
+        if len(results) != len(items):
+            raise EnvironmentContractError(f"{len(results)} results for {len(items)} items")
+        return [validate_result(result) for result in results]
+
+    async def _repeat(self, item: Item, error: Exception, started_s: float, *, is_shared: bool) -> StepResult:
+        """Return the result of an item of a call that raised `error`; what it raises alone is its failure."""
+        assert self._retries is not None
+
+        async def step_alone() -> StepResult:
+            async with self._alone:
+                return (await self._step([item]))[0]
+
+        try:
+            return await self._retries.repeat(step_alone, error, started_s=started_s, pauses_first=not is_shared)
+        except (Exception, asyncio.CancelledError) as last:  # the boundary to code of others  # noqa: BLE001
+            reraise_own_cancellation(last)
+            return error_to_failure(last)
+
+
+async def close_user_environment(environment: Any) -> None:
+    """Await the environment's `close`; a user's class need not have one."""
+    if (close := getattr(environment, "close", None)) is not None:
+        await close()
 
 
 def validate_result(result: object) -> StepResult:
@@ -132,15 +173,20 @@ async def step_each(
     conversations: Sequence[Sequence[Message]],
     states: Sequence[Mapping[str, Any]],
     failure_class: FailureClass = FailureClass.ENVIRONMENT,
+    retries: CallRetries | None = None,
 ) -> list[StepResult]:
     """Return the result of `step_one` for each item on its own: what it raises is the failure of its item alone.
 
-    A single item runs in the caller's task, several in a task each.
+    A single item runs in the caller's task, several in a task each. With `retries` a call that raises is made again;
+    each call then gets a copy of the state.
     """
 
     async def guarded(conversation: Sequence[Message], state: Mapping[str, Any]) -> StepResult:
+        def step() -> Awaitable[StepResult]:
+            return contain_exit(step_one(conversation, state if retries is None else copy_state(state)))
+
         try:
-            return await contain_exit(step_one(conversation, state))
+            return await (step() if retries is None else retries.call(step))
         except Exception as error:  # the item's own content: deep JSON, a state without its keys, a worker's death  # noqa: BLE001
             return error_to_failure(error, failure_class)
 

@@ -6,17 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl.config.environment import BatchingConfig, CustomEnvironmentConfig, EnvironmentConfig
+from nemo_rl.config.environment import (
+    BatchingConfig,
+    CallRetriesConfig,
+    CustomEnvironmentConfig,
+    EnvironmentConfig,
+)
 from nemo_rl.config.kinds import Entry, load_optional
 from nemo_rl.config.registries import ENVIRONMENT_ADAPTERS, ENVIRONMENTS
 from nemo_rl.environments.blocking_calls import BlockingCalls
 from nemo_rl.environments.boundary import (
     CheckedEnvironment,
     StepResult,
+    close_user_environment,
     error_to_failure,
     is_async_callable,
     step_each,
 )
+from nemo_rl.environments.call_retries import CallRetries
 from nemo_rl.environments.process_pool import MEMORY_BYTES, PoolOptions, ProcessPool
 from nemo_rl.environments.step_records import parse_step, step_to_record
 from nemo_rl.environments.user_code import contain_exit, name_user_code
@@ -49,17 +56,21 @@ def make_environment(name: str, section: EnvironmentConfig) -> CheckedEnvironmen
         inner = RemoteEnvironment(name, section)
     else:
         return make_environment_here(name, section)
-    return _check_calls(inner, section)
+    return _check_calls(inner, section, retries=None)  # their copies of the environment make calls again
 
 
 def make_environment_here(name: str, section: EnvironmentConfig) -> CheckedEnvironment:
     """Return the environment in this process, whether or not it is isolated or remote for others."""
-    return _check_calls(ENVIRONMENTS.entry(section.type or name, key=f"env.{name}.type").make(name, section), section)
+    inner = ENVIRONMENTS.entry(section.type or name, key=f"env.{name}.type").make(name, section)
+    return _check_calls(inner, section, retries=getattr(section, "retries", None))
 
 
-def _check_calls(inner: Environment, section: EnvironmentConfig) -> CheckedEnvironment:
+def _check_calls(
+    inner: Environment, section: EnvironmentConfig, retries: CallRetriesConfig | None
+) -> CheckedEnvironment:
     timeout_s = None if getattr(inner, "bounds_items", False) else section.timeout_s
-    return CheckedEnvironment(inner, timeout_s, section.batching if section.batching.enabled else None)
+    batching = section.batching if section.batching.enabled else None
+    return CheckedEnvironment(inner, timeout_s, batching, retries)
 
 
 def adapt_environment(key: str, path: str, target: Any) -> Entry[CustomEnvironmentConfig]:
@@ -67,19 +78,22 @@ def adapt_environment(key: str, path: str, target: Any) -> Entry[CustomEnvironme
 
     `target` is one of
 
-    - a class with `async step(conversations, states)` and `async close()`: interfaces.Environment;
+    - a class with `async step(conversation, state)`, the answer of one conversation as an EnvStep or Failure;
+    - a class with `async step(conversations, states)`: interfaces.Environment;
     - a class that one of ENVIRONMENT_ADAPTERS knows, such as an environment written for NeMo-RL;
     - a function `(messages, metadata) -> float | dict[str, float]`, async or not: the reward of a whole conversation,
       a list of {"role", "content"}, given the prompt's env_state.
 
-    Classes are constructed with `section.kwargs`.
+    Classes are constructed with `section.kwargs`; `async close()` is called at the end if they have it.
     """
     for adapt in load_optional(ENVIRONMENT_ADAPTERS):
         if (entry := adapt(key, path, target)) is not None:
             return entry
     if inspect.isclass(target):
         _check_methods(key, path, target)
-        return Entry(CustomEnvironmentConfig, make=lambda name, section: _construct(key, path, target, section.kwargs))
+        return Entry(
+            CustomEnvironmentConfig, make=lambda name, section: _make_class_environment(key, path, target, section)
+        )
     if not callable(target):
         raise ConfigError(key, path, "neither a class nor a function")
     return Entry(
@@ -97,26 +111,35 @@ def messages_to_dicts(conversation: Sequence[Message]) -> list[dict[str, str]]:
 class FunctionEnvironment:
     """A reward function of a whole conversation, as an environment of a single turn.
 
-    A number becomes the reward `{name: number}`, a dict the rewards of its names. An exception, or a call longer than
-    `timeout_s`, fails the item that it was called for. Functions that are not async run in threads, except in the
-    sandbox, which has none.
+    A number becomes the reward `{name: number}`, a dict the rewards of its names. A call longer than `timeout_s`, or
+    one that raises as often as `retries` allow, fails the item that it was made for. Functions that are not async run
+    in threads, except in the sandbox, which has none.
     """
 
     bounds_items = True
 
-    def __init__(self, name: str, function: Callable[..., Any], *, timeout_s: float, has_threads: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        timeout_s: float,
+        retries: CallRetriesConfig | None = None,
+        has_threads: bool = True,
+    ) -> None:
         self._name = name
         self._has_threads = has_threads
         self._timeout_s = timeout_s
         self._function = function
         self._is_async = is_async_callable(function)
         self._user_code = name_user_code(function)
+        self._retries = CallRetries(retries, timeout_s, self._user_code) if retries and retries.max_retries else None
         self._blocking_calls = BlockingCalls(f"env-{name}", MAX_FUNCTION_THREADS, user_code=self._user_code)
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
     ) -> Sequence[StepResult]:
-        return await step_each(self._score, conversations, states, FailureClass.REWARD)
+        return await step_each(self._score, conversations, states, FailureClass.REWARD, self._retries)
 
     async def _score(self, conversation: Sequence[Message], state: Mapping[str, Any]) -> StepResult:
         call = partial(self._function, messages_to_dicts(conversation), dict(state))
@@ -132,6 +155,30 @@ class FunctionEnvironment:
 
     async def close(self) -> None:
         """Do nothing: no resources are held."""
+
+
+class OneByOneEnvironment:
+    """A user's class whose `step` answers one conversation: its calls overlap, and each has `timeout_s`."""
+
+    bounds_items = True
+
+    def __init__(self, inner: Any, *, timeout_s: float, retries: CallRetriesConfig) -> None:
+        self._inner = inner
+        self._timeout_s = timeout_s
+        self._user_code = name_user_code(inner)
+        self._retries = CallRetries(retries, timeout_s, self._user_code) if retries.max_retries else None
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> Sequence[StepResult]:
+        return await step_each(self._step_one, conversations, states, retries=self._retries)
+
+    async def _step_one(self, conversation: Sequence[Message], state: Mapping[str, Any]) -> StepResult:
+        async with asyncio.timeout(self._timeout_s):
+            return await contain_exit(self._inner.step(conversation, state), self._user_code)
+
+    async def close(self) -> None:
+        await close_user_environment(self._inner)
 
 
 class IsolatedEnvironment:
@@ -261,7 +308,9 @@ def _make_function_environment(
     name: str, function: Callable[..., Any], section: CustomEnvironmentConfig
 ) -> FunctionEnvironment:
     _check_no_kwargs(f"env.{name}", section)
-    return FunctionEnvironment(name, function, timeout_s=section.timeout_s, has_threads=not section.sandboxed)
+    return FunctionEnvironment(
+        name, function, timeout_s=section.timeout_s, retries=section.retries, has_threads=not section.sandboxed
+    )
 
 
 def _check_no_kwargs(key: str, section: CustomEnvironmentConfig, config: object = None) -> None:
@@ -270,16 +319,23 @@ def _check_no_kwargs(key: str, section: CustomEnvironmentConfig, config: object 
 
 
 def _check_methods(key: str, path: str, target: type) -> None:
-    """Raise ConfigError for a class that is no interfaces.Environment, as far as can be told without calling it."""
+    """Raise ConfigError for a class that is no environment, as far as can be told without calling it."""
+    if getattr(target, "step", None) is None:
+        raise ConfigError(key, path, "the class has no method `step`")
     for method in ("step", "close"):
         found = getattr(target, method, None)
-        if found is None:
-            raise ConfigError(key, path, f"the class has no method `{method}`")
-        if not inspect.iscoroutinefunction(found):
+        if found is not None and not inspect.iscoroutinefunction(found):
             raise ConfigError(key, path, f"the class's method `{method}` must be `async def`")
 
 
-def _construct(key: str, path: str, target: type, kwargs: dict[str, Any]) -> Environment:
+def _make_class_environment(key: str, path: str, target: type, section: CustomEnvironmentConfig) -> Environment:
+    inner = _construct(key, path, target, section.kwargs)
+    if "conversation" in inspect.signature(target.step).parameters:
+        return OneByOneEnvironment(inner, timeout_s=section.timeout_s, retries=section.retries)
+    return inner
+
+
+def _construct(key: str, path: str, target: type[Any], kwargs: dict[str, Any]) -> Any:
     try:
         return target(**kwargs)
     except (Exception, SystemExit) as error:  # a user's own constructor

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure, find_fault_problem
+from nemo_rl.environments.states import copy_state
 from nemo_rl.experience.agent_runtime import AgentRuntime
 from nemo_rl.experience.cancellation import cancel_all
 from nemo_rl.experience.recorded_rollouts import (
@@ -26,7 +27,6 @@ from nemo_rl.experience.supervision import StallWatchdog
 from nemo_rl.experience.turns import (
     TRUNCATED_BEFORE_REWARD,
     RolloutJob,
-    copy_state,
     strip_tool_fields,
     truncated_failure,
 )

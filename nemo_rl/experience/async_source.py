@@ -145,11 +145,15 @@ class AsyncSource:
             while chosen and not any(one.group.trajectories for one in chosen):  # all masked: nothing to train on
                 self._buffer.remove(one.prompt_index for one in chosen)
                 chosen = await self._dependencies.supervision.watchdog.guard(self._wait_for_groups(weight_version))
+        except RolloutError:  # the run ends: what there is is written down
+            await self._write(weight_version, flatten_groups(one.group for one in self._buffer.complete))
+            raise
         finally:
             self._is_trainer_waiting = False
         if not chosen:
             raise StopAsyncIteration
         trajectories = flatten_groups(one.group for one in chosen)
+        await self._write(weight_version, trajectories)
         budget = FailureBudget(num_rollouts=len(trajectories), max_failed_share=self._failures.max_failed_share)
         for trajectory in trajectories:
             if trajectory.failure is None or trajectory.failure.failure_class is not FailureClass.CANCELLED:
@@ -157,10 +161,12 @@ class AsyncSource:
         self._buffer.remove(one.prompt_index for one in chosen)
         self._delivered |= {one.group.group_id: one for one in chosen}
         self._start_rollouts()
-        if self._writer is not None:
-            await self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
         metrics = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version) | self._metrics()
         return CollectedGroups(tuple(one.group for one in chosen if one.group.trajectories), metrics)
+
+    async def _write(self, weight_version: int, trajectories: Sequence[Trajectory]) -> None:
+        if self._writer is not None:
+            await self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
 
     def return_groups(self, groups: Iterable[TrajectoryGroup], *, next_version: int) -> list[TrajectoryGroup]:
         """Take back groups that this step does not need; returns those dropped, too old for `next_version`."""

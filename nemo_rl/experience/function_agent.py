@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.config.kinds import import_path
 from nemo_rl.environments.blocking_calls import BlockingCalls
 from nemo_rl.environments.boundary import is_async_callable
+from nemo_rl.environments.states import copy_state
 from nemo_rl.environments.user_code import contain_exit, name_user_code
-from nemo_rl.experience.turns import copy_state
 from nemo_rl.types import AgentResult, Prompt
 
 if TYPE_CHECKING:

@@ -1,13 +1,14 @@
 """The source that collects the rollouts of a step before it trains."""
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
 from nemo_rl.config.shared_sections import RolloutConfig
 from nemo_rl.data.prompt_loader import LoadedPrompt, PromptLoader
+from nemo_rl.errors import RolloutError
 from nemo_rl.experience.failure_limits import FailureBudget
 from nemo_rl.experience.oversampling import FirstComplete, collect_first, num_begun
 from nemo_rl.experience.replay_buffer_state import extract_buffer_state
@@ -80,7 +81,8 @@ class SyncSource:
         if len(loaded) > self._num_prompts:
             return await self._take_first_complete(loaded, num_deferred, weight_version)
         jobs = [job for at, one in enumerate(loaded) for job in self._jobs(one, is_deferred=at < num_deferred)]
-        trajectories = await self._run(jobs)
+        async with self._written_if_given_up(len(jobs), weight_version) as options:
+            trajectories = await run_training_rollouts(jobs, self._dependencies, options)
         if self._writer is not None:
             await self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
         metrics = self._metrics(trajectories, weight_version)
@@ -104,21 +106,22 @@ class SyncSource:
     async def _take_first_complete(
         self, loaded: Sequence[LoadedPrompt], num_deferred: int, weight_version: int
     ) -> CollectedGroups:
-        options = self._counting_failures(len(loaded) * self._num_generations)
         deferred = {one.prompt_index for one in loaded[:num_deferred]}
 
-        async def collect(one: LoadedPrompt) -> TrajectoryGroup:
-            jobs = self._jobs(one, is_deferred=one.prompt_index in deferred)
-            trajectories = await run_training_rollouts(jobs, self._dependencies, options)
-            return group_trajectories(trajectories, self._num_generations)[0]
+        async with self._written_if_given_up(len(loaded) * self._num_generations, weight_version) as options:
 
-        first = await collect_first(
-            loaded,
-            collect,
-            count=self._num_prompts,
-            num_required=min(num_deferred, self._num_prompts),
-            min_group_size=self._min_group_size,
-        )
+            async def collect(one: LoadedPrompt) -> TrajectoryGroup:
+                jobs = self._jobs(one, is_deferred=one.prompt_index in deferred)
+                trajectories = await run_training_rollouts(jobs, self._dependencies, options)
+                return group_trajectories(trajectories, self._num_generations)[0]
+
+            first = await collect_first(
+                loaded,
+                collect,
+                count=self._num_prompts,
+                num_required=min(num_deferred, self._num_prompts),
+                min_group_size=self._min_group_size,
+            )
         self._loader.put_back(one.prompt_index for one in first.deferred)
         trajectories = flatten_groups((*first.taken, *first.failed))
         if self._writer is not None:
@@ -143,20 +146,25 @@ class SyncSource:
             "oversampling/cancelled_groups": float(num_cancelled),
         }
 
-    async def _run(self, jobs: Sequence[RolloutJob]) -> tuple[Trajectory, ...]:
-        return await run_training_rollouts(jobs, self._dependencies, self._counting_failures(len(jobs)))
-
-    def _counting_failures(self, num_rollouts: int) -> RolloutOptions:
-        """Return options that end a step of `num_rollouts` when too many of them fail."""
+    @asynccontextmanager
+    async def _written_if_given_up(self, num_rollouts: int, weight_version: int) -> AsyncIterator[RolloutOptions]:
+        """Yield options that end a step of `num_rollouts` when too many fail; what has ended is then written."""
         budget = FailureBudget(num_rollouts=num_rollouts, max_failed_share=self._failures.max_failed_share)
         report = self._options.progress
+        ended: list[Trajectory] = []
 
         def count(trajectory: Trajectory) -> None:
+            ended.append(trajectory)
             budget.record(trajectory)
             if report is not None:
                 report(trajectory)
 
-        return replace(self._options, progress=count)
+        try:
+            yield replace(self._options, progress=count)
+        except RolloutError:
+            if self._writer is not None:
+                await self._writer.write(weight_version + 1, ended)
+            raise
 
 
 def prompts_per_batch(num_prompts_per_step: int, batch_multiplier: float) -> int:

@@ -4,7 +4,6 @@ All semantics of a rollout live here, without I/O or asyncio. The schedulers of 
 an `Episode` asks for and hand it the result; they differ only in when they do so.
 """
 
-import copy
 import hashlib
 import math
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure
+from nemo_rl.environments.states import copy_state
 from nemo_rl.types import (
     Completion,
     EnvStep,
@@ -34,8 +34,6 @@ from nemo_rl.types import (
     WeightSpan,
 )
 
-IMMUTABLE = frozenset({str, int, float, bool, type(None), bytes})
-CONTAINERS = frozenset({dict, list, tuple})
 SURROGATE = re.compile("[\ud800-\udfff]")
 TRUNCATED_BEFORE_REWARD = "truncated_before_reward"  # a response fault
 
@@ -96,30 +94,6 @@ def request_seed(seed: int, job: RolloutJob, turn: int) -> int:
     parts = [seed, job.epoch, job.prompt.prompt_id, job.generation_index, turn, *([job.attempt] if job.attempt else [])]
     identity = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest()) >> 1
-
-
-def copy_state(state: Any) -> Any:
-    """Return a deep copy; JSON-like data at half the cost of `copy.deepcopy`."""
-    try:
-        return _copy_plain(state, set())
-    except _NotPlainError:
-        return copy.deepcopy(state)
-
-
-class _NotPlainError(Exception):
-    """Raised for a value that is not plain data, or in two places of it."""
-
-
-def _copy_plain(value: Any, seen: set[int]) -> Any:
-    kind = type(value)
-    if kind in IMMUTABLE:
-        return value
-    if kind not in CONTAINERS or id(value) in seen:
-        raise _NotPlainError
-    seen.add(id(value))
-    if kind is dict:
-        return {key: _copy_plain(each, seen) for key, each in value.items()}
-    return kind([_copy_plain(each, seen) for each in value])
 
 
 class Episode:

@@ -188,10 +188,21 @@ class BlockingStep(EchoEnvironment):
 
 
 class WithoutClose:
-    """A mistake: nothing to end it with."""
+    """Nothing to end; one conversation at a time."""
 
-    async def step(self, conversations: Any, states: Any) -> list[EnvStep]:
-        return [EnvStep()]
+    async def step(self, conversation: Any, state: Any) -> EnvStep:
+        if state.get("break"):
+            raise KeyError("broken")
+        if state.get("wait"):
+            await asyncio.Event().wait()
+        return EnvStep(rewards={"length": float(len(conversation[-1].content))}, state=state)
+
+
+class BlockingClose(WithoutClose):
+    """A mistake."""
+
+    def close(self) -> None:
+        pass
 
 
 class EnvironmentReturn(NamedTuple):

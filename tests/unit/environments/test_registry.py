@@ -69,6 +69,14 @@ def test_class_by_dotted_path_is_made_with_its_kwargs() -> None:
     assert step == EnvStep((Message("user", "hello"),), rewards={"echo": 1.0}, done=False, state={"turn": 2})
 
 
+def test_class_that_answers_one_conversation_fails_items_alone() -> None:
+    entry = {"type": f"{CUSTOM}:WithoutClose", "timeout_s": 0.2, "retries": {"max_retries": 0}}
+    good, broken, slow = step_once("one", entry, ["four", "x", "x"], [{"a": 1}, {"break": True}, {"wait": True}])
+    assert good == EnvStep(rewards={"length": 4.0}, state={"a": 1})
+    assert broken == Failure(FailureClass.ENVIRONMENT, "KeyError: 'broken'")
+    assert slow == Failure(FailureClass.ENVIRONMENT, "TimeoutError")
+
+
 def test_nemo_rl_environment_class_is_adapted() -> None:
     entry = {"type": f"{CUSTOM}:GuessEnvironment", "kwargs": {"cfg": {"number": 7}}}
     right, wrong = step_once("guess", entry, ["7", "8"], [{}, {"tries": 1}])
@@ -122,7 +130,7 @@ def test_registered_name_is_found() -> None:
         ("x", {"type": f"{CUSTOM}:NOT_CALLABLE"}, "neither a class nor a function"),
         ("x", {"type": f"{CUSTOM}:EnvironmentReturn"}, "no method `step`"),
         ("x", {"type": f"{CUSTOM}:BlockingStep"}, "`step` must be `async def`"),
-        ("x", {"type": f"{CUSTOM}:WithoutClose"}, "no method `close`"),
+        ("x", {"type": f"{CUSTOM}:BlockingClose"}, "`close` must be `async def`"),
         ("x", {"type": ":length_reward"}, "no dotted path"),
         ("x", {"type": ".custom"}, "no dotted path"),
         ("x", {"type": f"{CUSTOM}:EchoEnvironment", "kwargs": {"turns": 2}}, "turns"),

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -324,10 +325,10 @@ def failing_prompts(*numbers: int) -> FakeEnvironment:
     return FakeEnvironment(answer)
 
 
-def test_too_many_failed_rollouts_of_a_step_stop_it_with_the_first_cause():
-    async def main() -> None:
-        generation = engine()
-        source = async_source(generation, failing_prompts(0, 1), batch=2, failures=RolloutConfig(max_failed_share=0.5))
+def test_too_many_failed_rollouts_of_a_step_stop_it_with_the_first_cause_and_are_written(tmp_path: Path):
+    async def main(writer: RolloutWriter) -> None:
+        generation, failures = engine(), RolloutConfig(max_failed_share=0.5)
+        source = async_source(generation, failing_prompts(0, 1), batch=2, failures=failures, writer=writer)
         try:
             with pytest.raises(RolloutError, match=r"3 of 4 rollouts failed.* first cause: environment: broken 0"):
                 await step(source, generation, 0)
@@ -335,17 +336,21 @@ def test_too_many_failed_rollouts_of_a_step_stop_it_with_the_first_cause():
         finally:
             await source.close()
 
-    run_in_virtual_time(main())
+    with RolloutWriter(tmp_path / "train.jsonl") as writer:
+        run_in_virtual_time(main(writer))
+    rows = [json.loads(line) for line in writer.path.read_text().splitlines()]
+    assert [(row["step"], row["failure"]["cause"]) for row in rows] == [(1, f"broken {i}") for i in (0, 0, 1, 1)]
 
 
-def test_groups_that_fail_whole_one_after_another_stop_the_run():
-    async def main(max_generation_failures: int) -> None:
+def test_groups_that_fail_whole_one_after_another_stop_the_run_and_are_written(tmp_path: Path):
+    async def main(max_generation_failures: int, writer: RolloutWriter | None = None) -> None:
         generation = engine(lambda prompt_index, index: 1.0 + 0.01 * prompt_index)
         source = async_source(
             generation,
             environment=failing_prompts(2, 3, 5),
             max_generation_failures=max_generation_failures,
             failures=RolloutConfig(max_failed_share=1.0),
+            writer=writer,
         )
         try:
             for version in range(6):
@@ -354,13 +359,14 @@ def test_groups_that_fail_whole_one_after_another_stop_the_run():
             await source.close()
 
     run_in_virtual_time(main(2))
-    with pytest.raises(
-        RolloutError,
-        match=r"all rollouts of 2 groups in a row failed, "
-        r"more than grpo\.async_grpo\.max_generation_failures = 1 allows; "
-        "first cause: environment: broken 2",
-    ):
-        run_in_virtual_time(main(1))
+    said = (
+        r"all rollouts of 2 groups in a row failed, more than grpo\.async_grpo\.max_generation_failures = 1 allows; "
+        "first cause: environment: broken 2"
+    )
+    with RolloutWriter(tmp_path / "train.jsonl") as writer, pytest.raises(RolloutError, match=said):
+        run_in_virtual_time(main(1, writer))
+    rows = [json.loads(line) for line in writer.path.read_text().splitlines()]
+    assert {row["failure"]["cause"] for row in rows if row["failure"]} == {"broken 2", "broken 3"}
 
 
 def test_what_a_background_task_raises_is_raised_by_the_next_step():

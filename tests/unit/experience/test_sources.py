@@ -114,14 +114,20 @@ def test_resumed_source_goes_on_as_the_uninterrupted_one():
     ]
 
 
-def test_environment_that_always_fails_stops_the_run_within_its_bound_with_the_first_cause():
+def test_environment_that_always_fails_stops_the_run_within_its_bound_and_its_rollouts_are_written(tmp_path):
     async def refuse(conversations) -> None:
         raise ValueError("no judge")
 
     environment = FakeEnvironment(before=refuse)
-    with pytest.raises(RolloutError, match="first cause: environment: ValueError: no judge"):
-        steps(source(environment, num_prompts=50, batch=50), 1)
+    with (
+        RolloutWriter(tmp_path / "train.jsonl") as writer,
+        pytest.raises(RolloutError, match="first cause: environment: ValueError: no judge"),
+    ):
+        steps(source(environment, num_prompts=50, batch=50, writer=writer), 1)
     assert len(environment.calls) <= 100
+    rows = [json.loads(line) for line in writer.path.read_text().splitlines()]
+    assert 50 < len(rows) <= 100
+    assert {(row["step"], row["failure"]["cause"]) for row in rows} == {(1, "ValueError: no judge")}
 
 
 def test_failed_rollouts_stay_in_their_groups_and_are_counted():

@@ -1,6 +1,5 @@
 """The semantics of a rollout, on the state machine alone."""
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from nemo_rl.experience.turns import (
     Episode,
     RolloutJob,
     TurnRules,
-    copy_state,
     encode_prompt,
     request_seed,
 )
@@ -243,25 +241,6 @@ def test_empty_observation_is_no_tokens_and_the_next_response_goes_on():
     e.apply_env_step(EnvStep(observation=(), done=False))
     assert generation(e).token_ids == (BEGIN, 2, 3, BEGIN, 9, END)
     assert len(e._message_log) == 2
-
-
-def test_a_plain_state_is_copied_to_its_depth():
-    state = {"plain": [1, {"a": "b"}, None, 1.5], "pair": ([1],)}
-    copied = copy_state(state)
-    assert copied == state
-    assert copied["plain"] is not state["plain"]
-    assert copied["plain"][1] is not state["plain"][1]
-    assert copied["pair"][0] is not state["pair"][0]
-
-
-def test_a_state_of_other_objects_is_copied_as_by_deepcopy():
-    board: list[Any] = [0]
-    copied = copy_state({"board": board, "game": (board,), 3: Counter("aab")})
-    copied["board"].append(1)
-    assert copied["game"] == ([0, 1],)  # one list in two places
-    assert (board, type(copied[3])) == ([0], Counter)
-    board.append(board)
-    assert copy_state(board)[1][1][0] == 0
 
 
 def test_callers_messages_and_state_are_never_changed():
