@@ -53,6 +53,7 @@ VERBS: dict[str, Verb] = {
     "init": Verb("nemo_rl.launch.project", "INIT", "write a new project that trains without changes"),
     "doctor": Verb("nemo_rl.doctor.diagnosis", "DOCTOR", "check this machine and a recipe; suggest fixes"),
     "config": Verb("nemo_rl.config.config_command", "CONFIG", "recipes by name, keys explained, NeMo-RL's translated"),
+    "convert": Verb("nemo_rl.compat.convert_command", "CONVERT", "NeMo-RL's checkpoints as Hugging Face directories"),
     "constraints": Verb("nemo_rl.launch.project", "CONSTRAINTS", "the tested versions, for pip and uv"),
     "route": Verb("nemo_rl.jobs.server_router", "ROUTE", "one address for several OpenAI-compatible servers"),
 }

@@ -178,7 +178,7 @@ def open_tensors(
         tensors = WeightFiles(sources)
     found = tensors.shapes()
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    groups = _tied_names(model)
+    groups = tied_names(model)
     missing = [name for name in shapes if not found.keys() & groups[name]]
     unexpected = [] if overrides else _expected_alone(sorted(found.keys() - shapes.keys()), model)
     _check_names(key, model_path, missing=missing, unexpected=unexpected)
@@ -263,7 +263,7 @@ def _safetensors_files(model_path: str) -> list[Path]:
     return [Path(single)] if single else []
 
 
-def _tied_names(model: PreTrainedModel) -> dict[str, set[str]]:
+def tied_names(model: PreTrainedModel) -> dict[str, set[str]]:
     """Return for each name all names of the same tensor."""
     by_tensor: dict[int, set[str]] = defaultdict(set)
     tensors = model.state_dict(keep_vars=True)

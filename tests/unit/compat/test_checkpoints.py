@@ -1,0 +1,198 @@
+"""`nemo-rl convert` of checkpoints of one process; tests/contracts/test_nemo_rl_checkpoints.py has those of ranks."""
+
+import io
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_rl import cli
+from nemo_rl.command_line import ExitCode
+from nemo_rl.compat.checkpoints import convert
+from nemo_rl.errors import CheckpointError, ConfigError
+from nemo_rl.policy.megatron.mapping import iter_model_weights
+from nemo_rl.quickstart.models import make_tokenizer
+from tests.unit.policy.tiny import saved_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+State = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {name: saved_model(name, directory) for name in ("llama", "qwen2")}
+
+
+def state_of(model: Path) -> State:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+
+
+def make_step(directory: Path, model: Path | None, recipe: str = "precision: bfloat16") -> Path:
+    step = directory / "step_3"
+    (step / "policy" / "weights").mkdir(parents=True)
+    make_tokenizer().save_pretrained(step / "policy" / "tokenizer")
+    name = "" if model is None else f", model_name: {model}"
+    (step / "config.yaml").write_text(f"policy: {{{recipe}{name}}}\n")
+    return step
+
+
+def save_wrapped(state: State, weights: Path) -> None:
+    dcp.save({"model": state}, checkpoint_id=weights, no_dist=True)
+
+
+def save_plain(state: State, weights: Path) -> None:
+    dcp.save(state, checkpoint_id=weights / "model", no_dist=True)
+
+
+def save_safetensors(state: State, weights: Path) -> None:
+    unshared = {name: tensor.clone() for name, tensor in state.items()}
+    writer = HuggingFaceStorageWriter(str(weights / "model"), save_distributed=True)
+    dcp.save(unshared, storage_writer=writer, no_dist=True)
+
+
+def save_megatron(state: State, weights: Path, model: Path) -> None:
+    """Save layers one by one, as Megatron does if they differ, and a vocabulary padded by three rows."""
+    config = AutoModelForCausalLM.from_pretrained(model).config
+    named = {w.name: w.shard([state[name] for name in w.sources], 0, 1) for w in iter_model_weights(config)}
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in named:
+            named[name] = torch.cat([named[name], torch.zeros(3, named[name].shape[1])])
+    named["decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1"] = torch.zeros(2)
+    dcp.save(named, checkpoint_id=weights / "iter_0000000", no_dist=True)
+    (weights / "iter_0000000" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+@pytest.mark.parametrize("form", ["wrapped", "plain", "safetensors", "megatron"])
+def test_weights_and_tokenizer_are_those_of_the_checkpoint(
+    form: str, model: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, output = make_step(tmp_path, models[model]), tmp_path / "out" / "hf"
+    state = state_of(models[model])
+    torch.manual_seed(0)
+    for tensor in {id(tensor): tensor for tensor in state.values()}.values():
+        tensor += torch.rand_like(tensor)  # trained
+    save: Callable[[State, Path], None] = {
+        "wrapped": save_wrapped,
+        "plain": save_plain,
+        "safetensors": save_safetensors,
+        "megatron": lambda state, weights: save_megatron(state, weights, models[model]),
+    }[form]
+    save(state, step / "policy" / "weights")
+    assert cli.run(["convert", str(step), "-o", str(output)]) == ExitCode.DONE
+    assert f"policy.model_name={output}" in capsys.readouterr().out
+    found = state_of(output)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert AutoTokenizer.from_pretrained(output).chat_template == make_tokenizer().chat_template
+    assert AutoModelForCausalLM.from_pretrained(output).dtype == torch.bfloat16
+    assert [path.name for path in output.parent.iterdir()] == ["hf"]
+
+
+class RunsCode:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.mkdir, (self.path,))
+
+
+@pytest.fixture
+def step(models: dict[str, Path], tmp_path: Path) -> Path:
+    step = make_step(tmp_path, models["llama"])
+    save_plain(state_of(models["llama"]), step / "policy" / "weights")
+    return step
+
+
+def edit_metadata(step: Path, edit: Callable[[Any], object]) -> None:
+    path = step / "policy" / "weights" / "model" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    edit(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def grow(metadata: Any) -> None:
+    entry: TensorStorageMetadata = metadata.state_dict_metadata["lm_head.weight"]
+    entry.size = torch.Size([2**40, 32])
+
+
+def leave(metadata: Any) -> None:
+    for stored in metadata.storage_data.values():
+        stored.relative_path = f"../model/{stored.relative_path}"
+
+
+def drop_shard(metadata: Any) -> None:
+    metadata.state_dict_metadata["lm_head.weight"].chunks.clear()
+
+
+def rename(metadata: Any) -> None:
+    found = metadata.state_dict_metadata
+    found["lm_head.lora_A.weight"] = found.pop("lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (grow, "is larger than the files"),
+        (leave, "is not an uncompressed file of the directory"),
+        (drop_shard, "its shards hold 0 of 1184 values"),
+        (rename, "lacks 1 weights of the model, e.g. lm_head.weight"),
+        (lambda metadata: metadata.state_dict_metadata.update(more=next(iter(metadata.state_dict_metadata.values()))),
+         "holds 1 weights that the model does not have, e.g. more"),
+        (lambda metadata: setattr(metadata, "state_dict_metadata", 7), "cannot be read"),
+        (lambda metadata: metadata.storage_data.clear(), "cannot be read"),
+    ],
+)  # fmt: skip
+def test_damaged_descriptions_are_refused(edit: Any, problem: str, step: Path, tmp_path: Path) -> None:
+    edit_metadata(step, edit)
+    with pytest.raises(CheckpointError, match=problem):
+        convert(step, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_pickled_code_does_not_run(step: Path, tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    directory = step / "policy" / "weights" / "model"
+    edit_metadata(step, lambda metadata: setattr(metadata, "planner_data", RunsCode(trap)))
+    convert(step, tmp_path / "out")  # what is not read may be anything
+    stream = io.BytesIO()
+    torch.save(RunsCode(trap), stream)
+    (file,) = directory.glob("*.distcp")
+    file.write_bytes(stream.getvalue().ljust(file.stat().st_size, b"\0"))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        convert(step, tmp_path / "other")
+    (directory / ".metadata").write_bytes(pickle.dumps(RunsCode(trap)))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        convert(step, tmp_path / "other")
+    assert not trap.exists()
+
+
+def test_other_directories_are_refused_with_what_to_do(models: dict[str, Path], step: Path, tmp_path: Path) -> None:
+    weights = step / "policy" / "weights"
+    with pytest.raises(ConfigError, match="output = .* exists already"):
+        convert(step, tmp_path)
+    with pytest.raises(CheckpointError, match=f"policy.model_name={models['llama']}"):
+        convert(models["llama"], tmp_path / "out")
+    with pytest.raises(CheckpointError, match="lacks|holds"):
+        convert(step, tmp_path / "out", model_name=str(models["qwen2"]))
+    (step / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match="name it with --model"):
+        convert(weights, tmp_path / "out")
+    convert(weights / "model", tmp_path / "named", model_name=str(models["llama"]))
+    (weights / "model" / "adapter_model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="LoRA adapters: merge them"):
+        convert(weights, tmp_path / "out", model_name=str(models["llama"]))
+    shutil.rmtree(weights / "model")
+    with pytest.raises(CheckpointError, match=r"no checkpoint of NeMo-RL: it has neither"):
+        convert(step, tmp_path / "out")
