@@ -1,6 +1,6 @@
 """NeMo-RL's keys in `nemo-rl config explain` and the reference pages: other names, and what becomes of them."""
 
-from nemo_rl.compat.tables import load_rules, load_table
+from nemo_rl.compat.tables import Rule, load_rules, load_table
 from nemo_rl.config.reference import format_value, matches
 
 ACTIONS = {
@@ -31,9 +31,14 @@ def explain_key(key: str) -> str:
     for table in ("moved", "renamed"):
         if key in tables[table]:
             return f"{key}\n  a name of NeMo-RL for {tables[table][key]}\n"
-    for rule in load_rules():
-        if matches(rule.key.replace("*", "<name>").split("."), key.split(".")):
-            cause = "" if rule.cause is None else f": {rule.cause.text}"
-            kept = "" if not rule.inert else f"; allowed: {', '.join(map(format_value, rule.inert))}"
-            return f"{key}\n  a key of NeMo-RL, {ACTIONS[rule.action]}{cause}{kept}\n"
-    return ""
+    if (rule := find_rule(key)) is None:
+        return ""
+    cause = "" if rule.cause is None else f": {rule.cause.text}"
+    kept = "" if not rule.inert else f"; allowed: {', '.join(map(format_value, rule.inert))}"
+    return f"{key}\n  a key of NeMo-RL, {ACTIONS[rule.action]}{cause}{kept}\n"
+
+
+def find_rule(key: str) -> Rule | None:
+    """Return the table's row for a key."""
+    parts = key.split(".")
+    return next((rule for rule in load_rules() if matches(rule.key.replace("*", "<name>").split("."), parts)), None)

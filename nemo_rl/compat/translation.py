@@ -15,20 +15,14 @@ from nemo_rl.compat.tables import (
     apply_release_defaults,
     apply_rules,
     choose_backend,
-    find_cause,
     find_models,
     find_release,
     load_table,
 )
-from nemo_rl.config.loading import read_raw
-from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.recipe_files import (
     COMMANDS,
     Family,
     at,
-    escape_interpolations,
-    find_family,
-    resolve_interpolations,
 )
 from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.errors import ConfigError
@@ -59,25 +53,6 @@ PREFERENCE_METRIC = re.compile(r"(?:val:)?validation-(?P<name>.+)")
 PREFERENCE_METRICS = (
     "rewards_chosen_mean", "rewards_rejected_mean", "preference_loss", "sft_loss", "accuracy", "loss",
 )  # fmt: skip
-
-
-def format_translation(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> str:
-    """Return a recipe of NeMo-RL in this project's terms, as YAML; comments say what was removed and why.
-
-    Raises ConfigError for a recipe of an algorithm that this project does not have.
-    """
-    from omegaconf import OmegaConf  # here: reading a recipe needs none
-
-    resolved = resolve_interpolations(read_raw(GRPORunConfig, path, overrides), path)
-    family = find_family(resolved)
-    if family is None:
-        found = "ppo" if "ppo" in resolved else None
-        problem = find_cause(found).text if found else f"no algorithm: one of the sections {', '.join(COMMANDS)}"
-        raise ConfigError(found or "config", str(path), problem)
-    report = translate_resolved(resolved, family, allow_unsupported=allow_unsupported)
-    refused = [f"refused: {error}" for error in report.problems]
-    comments = "".join(f"# {line}\n" for line in (f"translated from {path.name}", *report.lines(), *refused))
-    return comments + OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(resolved)))
 
 
 def translate_resolved(config: dict[str, Any], family: Family, *, allow_unsupported: bool = False) -> Report:

@@ -29,6 +29,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=ALLOW_UNSUPPORTED_HELP,
     )
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument(
+        "--minimal",
+        dest="form",
+        action="store_const",
+        const="minimal",
+        default="translation",
+        help="translate: only what differs from the recipe that `defaults:` names, or else from the defaults",
+    )
+    forms.add_argument(
+        "--diff",
+        dest="form",
+        action="store_const",
+        const="changes",
+        help="translate: a table of the keys that change, with NeMo-RL's value, the one here, and why",
+    )
     parser.add_argument("overrides", nargs="*", help="key=value, ++key=value, ~key (Hydra's grammar)")
 
 
@@ -85,11 +101,12 @@ def _explain(parsed: argparse.Namespace) -> str:
 
 
 def _translate(parsed: argparse.Namespace) -> str:
-    from nemo_rl.config.translators import recipe_translators
+    from nemo_rl.config.kinds import load_optional
+    from nemo_rl.config.registries import RECIPE_WRITERS
 
-    for translator in recipe_translators():
-        path, options = Path(parsed.name), {"allow_unsupported": parsed.allow_unsupported}
-        return translator.format_translation(path, parsed.overrides, **options)
+    for writer in load_optional(RECIPE_WRITERS):
+        write = getattr(writer, f"format_{parsed.form}")
+        return write(Path(parsed.name), parsed.overrides, allow_unsupported=parsed.allow_unsupported)
     raise ConfigError("config", parsed.action, "no translator is installed")
 
 

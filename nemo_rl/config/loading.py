@@ -150,14 +150,19 @@ def load_eval_config(path: Path, overrides: Sequence[str] = (), *, allow_unsuppo
 
 
 def resolved_yaml(config: Section) -> str:
-    """Return every key with its value, as YAML that `load_config` reads to an equal configuration.
+    """Return `resolved_values` as YAML."""
+    from omegaconf import OmegaConf  # here: a configuration that is refused needs none
+
+    return OmegaConf.to_yaml(OmegaConf.create(resolved_values(config)))
+
+
+def resolved_values(config: Section) -> dict[str, Any]:
+    """Return every key with its value, as a recipe that `load_config` reads to an equal configuration.
 
     Values that depend on the environment are the recipe's text, `${oc.env:NAME}`, which a second load resolves again.
     The algorithm's own sections come first. Datasets show only the keys that are set; the others come from
     `data.default` or from the dataset's preset.
     """
-    from omegaconf import OmegaConf  # here: a configuration that is refused needs none
-
     values = config.model_dump()
     if isinstance(config, RolloutRunConfig | SupervisedRunConfig | RewardModelRunConfig):
         set_values = config.data.model_dump(exclude_unset=True)
@@ -165,7 +170,7 @@ def resolved_yaml(config: Section) -> str:
         values["data"] |= {name: set_values[name] for name in names if name in set_values}
     declared = (name for cls in type(config).__mro__ for name in vars(cls).get("__annotations__", {}))
     own_first = {name: values[name] for name in dict.fromkeys(declared) if name in values}
-    return OmegaConf.to_yaml(OmegaConf.create(unresolve(own_first, config.environment_texts, escaped=True)))
+    return unresolve(own_first, config.environment_texts, escaped=True)
 
 
 def shown_values(config: Section) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from nemo_rl.config.kinds import Kind
 
 # Optional parts, which only these paths name: `load_optional` skips what is not installed.
 RECIPE_TRANSLATORS = ("nemo_rl.compat.translation",)  # modules of recipe_files.RecipeTranslator
+RECIPE_WRITERS = ("nemo_rl.compat.recipe_writer",)  # modules of translators.RecipeWriter
 KEY_EXPLAINERS = ("nemo_rl.compat.key_names",)  # modules of reference.KeyExplainer
 ENVIRONMENT_ADAPTERS = ("nemo_rl.compat.environments:adapt_environment",)  # (key, path, target) -> Entry | None
 

@@ -39,8 +39,20 @@ class RecipeTranslator(Protocol):
         """Rewrite a resolved recipe, in place."""
         ...
 
+
+class RecipeWriter(Protocol):
+    """A module that writes another program's recipe as text; all raise ConfigError for one that they cannot read."""
+
     def format_translation(self, path: Path, overrides: Sequence[str], *, allow_unsupported: bool) -> str:
-        """Return a recipe in this project's terms, as YAML."""
+        """Return the whole recipe in this project's terms, as YAML."""
+        ...
+
+    def format_minimal(self, path: Path, overrides: Sequence[str], *, allow_unsupported: bool) -> str:
+        """Return what differs from the defaults, as YAML."""
+        ...
+
+    def format_changes(self, path: Path, overrides: Sequence[str], *, allow_unsupported: bool) -> str:
+        """Return a table of the keys that change, with theirs, ours and the reason."""
         ...
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.compat.translation import format_translation
+from nemo_rl.compat.recipe_writer import format_translation
 from nemo_rl.config.data import resolve_dataset
 from nemo_rl.config.loading import (
     load_config,

@@ -1,6 +1,7 @@
 """Checkpoints as NeMo-RL writes them, on several ranks, become Hugging Face directories with the same weights."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,8 +43,8 @@ def save_megatron(layout: RankLayout, *, path: Path, weights: Path, megatron_cfg
     directory = weights / "iter_0000000"
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        state = {"model": policy.module.sharded_state_dict(), "iteration": 7}
-        dist_checkpointing.save(state, str(directory))
+        stage: Any = policy.module
+        dist_checkpointing.save({"model": stage.sharded_state_dict(), "iteration": 7}, str(directory))
     finally:
         policy.close()
 

@@ -180,11 +180,11 @@ def test_pickled_code_does_not_run(step: Path, tmp_path: Path) -> None:
 
 def test_other_directories_are_refused_with_what_to_do(models: dict[str, Path], step: Path, tmp_path: Path) -> None:
     weights = step / "policy" / "weights"
-    with pytest.raises(ConfigError, match="output = .* exists already"):
+    with pytest.raises(ConfigError, match=r"output = .* exists already"):
         convert(step, tmp_path)
     with pytest.raises(CheckpointError, match=f"policy.model_name={models['llama']}"):
         convert(models["llama"], tmp_path / "out")
-    with pytest.raises(CheckpointError, match="lacks|holds"):
+    with pytest.raises(CheckpointError, match=r"lacks|holds"):
         convert(step, tmp_path / "out", model_name=str(models["qwen2"]))
     (step / "config.yaml").unlink()
     with pytest.raises(ConfigError, match="name it with --model"):
