@@ -125,7 +125,9 @@ class _Trial:
     """Loads drafts of a recipe, and compares them with the configuration that they must give."""
 
     def __init__(self, path: Path, family: Family, config: Section) -> None:
-        self.path, self.family, self.expected = path, family, _comparable(config)
+        self.path = path
+        self.family: Family = family
+        self.expected = _comparable(config)
 
     def load(self, draft: dict[str, Any]) -> dict[str, Any] | None:
         """Return the configuration of a draft; None if it is refused."""
@@ -157,7 +159,7 @@ def _drafts(path: Path, config: Section, trial: _Trial) -> Iterator[dict[str, An
             yield _complete({**base, **changed}, trial)
             for section in (one for one, value in changed.items() if isinstance(value, dict)):  # NeMo-RL's own switches
                 yield _complete({**base, **changed, section: {REPLACE: True, **trial.expected[section]}}, trial)
-    yield _complete({trial.family: {}, **config.model_dump(exclude_defaults=True)}, trial)
+    yield _complete({str(trial.family): {}, **config.model_dump(exclude_defaults=True)}, trial)
 
 
 def _complete(draft: dict[str, Any], trial: _Trial) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def save_plain(layout: RankLayout, *, path: Path, weights: Path, form: str) -> N
     """Save as a DTensor policy does: before 0.6 wrapped, later without, by default as shards of safetensors."""
     policy = make_policy(layout, path, optimizer=SGD)
     state = get_model_state_dict(policy.module, options=StateDictOptions(cpu_offload=True))
-    state = {name.removeprefix("model.model."): tensor for name, tensor in state.items()}
+    state = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     try:
         if form == "wrapped":
             dcp.save({"model": state}, checkpoint_id=weights)
