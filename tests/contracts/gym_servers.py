@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from omegaconf import OmegaConf
 
 ROOT = Path(nemo_gym.__file__).parent.parent
-KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
+KINDS = ("resources_servers", "responses_api_agents", "responses_api_models", "environment_servers")
 SEED = 7  # deals 7 and 4, then 2, 3 and a ten to whoever hits
 
 
@@ -37,6 +37,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     config = OmegaConf.merge(*(OmegaConf.load(ROOT / path) for path in settings.pop("config_paths")))
     config = OmegaConf.merge(config, {"dry_run": False, "skip_venv_if_present": True}, settings)
+    sys.path.extend(settings.get("python_path", ()))
     ports = iter(settings["ports"])
     places = {}
     for name, entry in config.items():
@@ -72,7 +73,8 @@ def app_of(name: str, kind: str, implementation: str, config) -> FastAPI:
 
     settings = config[name][kind][implementation]
     module_name = f"{kind}.{implementation}.{Path(settings.entrypoint).stem}"
-    module = sys.modules.get(module_name) or load(module_name, ROOT / kind / implementation / settings.entrypoint)
+    file = ROOT / kind / implementation / settings.entrypoint  # an absolute entrypoint is one of this directory
+    module = sys.modules.get(module_name) or load(module_name, file)
     own = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, SimpleServer)]
     server_class = [c for c in own if c.__module__ == module_name][-1]
     values = OmegaConf.to_container(settings, resolve=True)
@@ -82,6 +84,8 @@ def app_of(name: str, kind: str, implementation: str, config) -> FastAPI:
     app = server.setup_webserver()
     server.setup_liveness(app)
     server.setup_exception_middleware(app)
+    if hasattr(server, "setup_cancellation_middleware"):  # since 0.7
+        server.setup_cancellation_middleware(app)
     return app
 
 

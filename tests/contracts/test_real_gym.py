@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -11,73 +9,54 @@ from aiohttp import web
 
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
+from nemo_rl.environments.nemo_gym.interpreter import GymPython
 from nemo_rl.environments.nemo_gym.reply import GymRefused, GymReply
-from tests.contracts.real_gym import AGENTS, BLACKJACK, MCQA, REASONING_GYM, TOOL_CALL, example_rows, real_gym
+from tests.contracts.real_gym import (
+    AGENTS,
+    BLACKJACK,
+    MCQA,
+    REASONING_GYM,
+    TOOL_CALL,
+    VERSIONS,
+    example_rows,
+    gym_environment,
+    real_gym,
+)
+from tests.contracts.scripted_policy import ScriptedPolicy, serving
 
 pytestmark = pytest.mark.timeout(900)  # the first run of a machine installs NeMo Gym
 
 WEATHER_CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Ulm"}'}}
 
 
-class Policy:
-    """Answers what it is told, with tokens that extend those sent back to it, as the gateway does."""
+class SwitchedPolicy(ScriptedPolicy):
+    """One endpoint for all cases, as the servers of a version are started once."""
 
-    def __init__(self, *answers: dict[str, Any]) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self._answers = answers
+    def __init__(self, gym: GymPython) -> None:
+        super().__init__()
+        self.current = ScriptedPolicy()
+        self._gym = gym
 
-    async def chat(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        said = self._answers[min(sum(m["role"] == "assistant" for m in body["messages"]), len(self._answers) - 1)]
-        self.bodies.append(body)
-        if "error" in said:
-            return web.json_response(said, status=400)
-        last = [m for m in body["messages"] if "prompt_token_ids" in m][-1:]
-        prompt = [*last[0]["prompt_token_ids"], *last[0]["generation_token_ids"], 9] if last else [1, 2]
-        tokens = {"prompt_token_ids": prompt, "generation_token_ids": [3, 4], "generation_log_probs": [-0.5, -0.25]}
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", **said, **tokens}}
-        head = {"id": "c", "object": "chat.completion", "created": 1, "model": "policy"}
-        return web.json_response({**head, "choices": [choice]})
-
-
-@asynccontextmanager
-async def serving(policy: Policy) -> AsyncIterator[str]:
-    app = web.Application()
-    app.add_routes([web.post("/v1/chat/completions", policy.chat)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    await runner.cleanup()
-
-
-class SwitchedPolicy(Policy):
-    """One endpoint for all cases, as the servers are started once."""
-
-    current: Policy
+    def rows(self, environment: str) -> list[dict[str, Any]]:
+        return example_rows(environment, self._gym)
 
     async def chat(self, request: web.Request) -> web.Response:
         return await self.current.chat(request)
 
 
-def test_rollouts_of_real_agents() -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rollouts_of_real_agents(version: str) -> None:
     """All claims over one start of the servers; each case is a row, a policy and what must come of them."""
+    gym = gym_environment(version)
 
     async def run() -> None:
-        policy = SwitchedPolicy()
+        policy = SwitchedPolicy(gym)
         async with serving(policy) as policy_base_url:
-            with real_gym(policy_base_url) as head_url:
+            with real_gym(policy_base_url, environment=gym) as head_url:
                 client = GymClient(NemoGymConfig(head_url=head_url))
                 try:
                     await client.connect(AGENTS)
-                    for case in (
-                        what_is_passed_on,
-                        right_and_wrong_answers,
-                        tools,
-                        a_game,
-                        a_full_context,
-                        no_such_field,
-                    ):
+                    for case in CASES:
                         await case(client, policy)
                 finally:
                     await client.close()
@@ -88,12 +67,12 @@ def test_rollouts_of_real_agents() -> None:
 async def rollout(
     client: GymClient, policy: SwitchedPolicy, agent: str, row: Any, *answers: dict[str, Any]
 ) -> GymReply:
-    policy.current = Policy(*answers)
+    policy.current = ScriptedPolicy(*answers)
     return await client.run(agent, row)
 
 
 async def what_is_passed_on(client: GymClient, policy: SwitchedPolicy) -> None:
-    row = json.loads(json.dumps(example_rows("reasoning_gym")[0]))
+    row = json.loads(json.dumps(policy.rows("reasoning_gym")[0]))
     row["responses_create_params"] |= {
         "temperature": 0.5,
         "max_output_tokens": 17,
@@ -110,11 +89,11 @@ async def what_is_passed_on(client: GymClient, policy: SwitchedPolicy) -> None:
 
 
 async def right_and_wrong_answers(client: GymClient, policy: SwitchedPolicy) -> None:
-    row = example_rows("reasoning_gym")[0]
+    row = policy.rows("reasoning_gym")[0]
     right = await rollout(client, policy, REASONING_GYM, row, {"content": f"<answer>{row['answer']}</answer>"})
     wrong = await rollout(client, policy, REASONING_GYM, row, {"content": "<answer>no</answer>"})
     assert (right.reward, wrong.reward) == (1.0, 0.0)
-    question = example_rows("mcqa")[0]
+    question = policy.rows("mcqa")[0]
     letters = [option for options in question["options"] for option in options]
     rewards = [
         (await rollout(client, policy, MCQA, question, {"content": f"Answer: \\boxed{{{letter}}}"})).reward
@@ -124,7 +103,7 @@ async def right_and_wrong_answers(client: GymClient, policy: SwitchedPolicy) -> 
 
 
 async def tools(client: GymClient, policy: SwitchedPolicy) -> None:
-    row = example_rows("example_single_tool_call")[0]
+    row = policy.rows("example_single_tool_call")[0]
     call = {"content": None, "tool_calls": [WEATHER_CALL]}
     reply = await rollout(client, policy, TOOL_CALL, row, call, {"content": "cold"})
     kinds = [item["type"] for item in reply.output]
@@ -137,7 +116,7 @@ async def tools(client: GymClient, policy: SwitchedPolicy) -> None:
 
 
 async def a_game(client: GymClient, policy: SwitchedPolicy) -> None:
-    row = example_rows("blackjack")[0]
+    row = policy.rows("blackjack")[0]
     reply = await rollout(client, policy, BLACKJACK, row, {"content": "<action>stand</action>"})
     assert reply.reward in (-1.0, 0.0, 1.0)
     assert len(reply.calls) == 1
@@ -145,7 +124,7 @@ async def a_game(client: GymClient, policy: SwitchedPolicy) -> None:
 
 async def a_full_context(client: GymClient, policy: SwitchedPolicy) -> None:
     """The words that make Gym end a rollout as truncated, where any other 400 of the policy fails it."""
-    row = example_rows("reasoning_gym")[0]
+    row = policy.rows("reasoning_gym")[0]
     full = {"error": {"message": "beyond the context length", "code": 400}}
     reply = await rollout(client, policy, REASONING_GYM, row, full)
     assert (reply.is_incomplete, reply.calls, reply.reward) == (True, (), 0.0)

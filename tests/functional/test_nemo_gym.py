@@ -14,8 +14,8 @@ import pytest
 from nemo_rl import cli
 from nemo_rl.collect.profile import iter_task_rows, profile
 from nemo_rl.distributed.machine import unused_port
-from tests.contracts.real_gym import MCQA, REASONING_GYM, real_gym
-from tests.functional.cli import DEADLINE_S, ROOT, Run, environment, run_command_line
+from tests.contracts.real_gym import MCQA, REASONING_GYM, VERSIONS, gym_environment, real_gym, stack_processes
+from tests.functional.cli import DEADLINE_S, ROOT, Run, environment, run_command_line, run_directory
 
 pytestmark = pytest.mark.timeout(900)  # the first run of a machine installs NeMo Gym and makes the quickstart's model
 
@@ -44,20 +44,18 @@ def train(rows: Path, log_dir: Path, *overrides: str) -> Run:
     return run_command_line(SCRIPT, log_dir, *SMALL, *overrides, NEMO_GYM_DATA=str(rows))
 
 
-def check(run: Run) -> None:
-    """Two steps of two environments, whose tokens the policy knows as the engine does."""
-    assert run.returncode == 0, run.stdout + run.stderr
-    metrics = run.metrics()
-    assert [step for step in metrics if "train/loss" in metrics[step]] == [1, 2]
-    for step in (1, 2):
-        assert metrics[step]["train/num_rollouts"] == 4 * 8
+def check_steps(metrics: dict[int, dict[str, float]], *, num_steps: int, num_rollouts: int) -> None:
+    """Check steps of two environments, whose tokens the policy knows as the engine does."""
+    steps = range(1, num_steps + 1)
+    assert [step for step in metrics if "train/loss" in metrics[step]] == [*steps]
+    for step in steps:
+        assert metrics[step]["train/num_rollouts"] == num_rollouts
         for name in ("infra", "environment", "agent", "reward"):
             assert metrics[step][f"train/failures/{name}"] == 0
         for agent in (REASONING_GYM, MCQA):
-            assert metrics[step][f"train/env/{agent}/num_rollouts"] == 2 * 8
+            assert metrics[step][f"train/env/{agent}/num_rollouts"] > 0
             assert 0 <= metrics[step][f"train/env/{agent}/reward_mean"] <= 1
         assert metrics[step]["train/max_logprob_error"] <= 1e-4
-    assert metrics[2]["validation/num_failed"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,11 @@ def run(rows: Path, reached: tuple[str, ...], tmp_path_factory: pytest.TempPathF
 
 
 def test_a_stack_that_runs_already_is_trained_on(run: Run) -> None:
-    check(run)
+    assert run.returncode == 0, run.stdout + run.stderr
+    metrics = run.metrics()
+    check_steps(metrics, num_steps=2, num_rollouts=4 * 8)
+    assert [metrics[step][f"train/env/{MCQA}/num_rollouts"] for step in (1, 2)] == [2 * 8, 2 * 8]
+    assert metrics[2]["validation/num_failed"] == 0
 
 
 def test_rollouts_are_written_with_the_answer_that_gym_understood(run: Run) -> None:
@@ -145,6 +147,52 @@ def statistics_of(task: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in task.items() if name not in of_data}
 
 
-@pytest.mark.slow
-def test_a_stack_is_started_and_stopped_with_the_run(rows: Path, tmp_path: Path) -> None:
-    check(train(rows, tmp_path))
+@pytest.mark.parametrize("version", [pytest.param(VERSIONS[0], marks=pytest.mark.slow), VERSIONS[1]])
+def test_the_documented_training_starts_and_stops_a_stack(version: str, fresh_directory: Path) -> None:
+    gym_environment(version)
+    run_documented(fresh_directory, "examples/nemo_gym/make_rows.py", "quickstart")
+    few = ("grpo.max_num_steps=3", "grpo.val_at_end=false", "grpo.max_val_samples=16", "weight_sync.verify=true")
+    run_documented(fresh_directory, "examples/nemo_gym/run_grpo_nemo_gym.py", f"++env.nemo_gym.version={version}", *few)
+    directory = run_directory(fresh_directory / "runs")
+    metrics = Run(0, "", "", directory).metrics()
+    check_steps(metrics, num_steps=3, num_rollouts=16 * 8)
+    assert directory is not None
+    assert not stack_processes(directory / "nemo_gym" / "env.yaml")
+    assert metrics[0]["validation/num_failed"] == 0
+
+
+@pytest.mark.parametrize("version", [VERSIONS[0], pytest.param(VERSIONS[1], marks=pytest.mark.slow)])
+def test_the_documented_collection_starts_and_stops_a_stack(version: str, fresh_directory: Path) -> None:
+    gym_environment(version)
+    run_documented(fresh_directory, "examples/nemo_gym/make_rows.py", "quickstart")
+    arguments = ("--config", COLLECTION, f"++env.nemo_gym.version={version}", f"collect.limit={NUM_TASKS}")
+    run_documented(fresh_directory, "-m", "nemo_rl", "collect", *arguments)
+    output = fresh_directory / "collections" / "nemo_gym"
+    rows = [json.loads(line) for line in (output / "rollouts-rs0.jsonl").read_text().splitlines()]
+    assert sorted((row["task_index"], row["rollout_index"]) for row in rows) == [
+        (task, repeat) for task in range(NUM_TASKS) for repeat in range(4)
+    ]
+    assert (output / "rollouts-rs0_failures.jsonl").read_bytes() == b""
+    assert not stack_processes(output / "nemo_gym" / "env.yaml")
+
+
+@pytest.fixture
+def fresh_directory(tmp_path: Path) -> Path:
+    """A directory with the examples alone, as a fresh clone: its paths are relative, and nothing has run in it."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+def run_documented(directory: Path, *command: str) -> None:
+    """Run a command of docs/nemo_gym.md or docs/collecting.md."""
+    inherited = {name: value for name, value in environment().items() if not name.startswith("NEMO_GYM_")}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        env=inherited,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -12,25 +12,37 @@ from nemo_rl.config.environment import RolloutRunnerConfig
 from nemo_rl.config.kinds import Entry, factory_at
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.config.value_types import Delay, Seconds
+from nemo_rl.environments.nemo_gym.configuration import SERVER_KINDS, check_configuration
 from nemo_rl.errors import ConfigError
 
-AGENT_SERVERS = "responses_api_agents"
-ENVIRONMENT_SERVERS = "environment_servers"  # of Gym 0.7
-SERVER_KINDS = (AGENT_SERVERS, "responses_api_models", "resources_servers", ENVIRONMENT_SERVERS)
 # Keys of Gym's own configuration, which NeMo-RL's recipes write next to those of the section.
 GYM_KEYS = frozenset(
     {
+        "allow_openai_version_skew",
+        "allow_unsupported_pairing",
+        "cache_dir",
         "default_host",
         "dry_run",
+        "environment_server_routes",
+        "error_on_agent_without_environment_server",
         "error_on_almost_servers",
         "global_aiohttp_client_request_debug",
         "global_aiohttp_connector_limit",
         "global_aiohttp_connector_limit_per_host",
+        "model_endpoint_readiness_timeout_seconds",
         "nemo_gym_log_dir",
+        "observability_enabled",
         "ray_head_node_address",
+        "results_dir",
+        "server_spinup_timeout_seconds",
         "skip_venv_if_present",
+        "skip_verification",
+        "skip_verification_reward",
+        "telemetry",
+        "token_id_capture",
         "use_absolute_ip",
         "uv_cache_dir",
+        "uv_lock_timeout_seconds",
         "uv_pip_set_python",
         "uv_venv_dir",
     }
@@ -46,6 +58,9 @@ class NemoGymConfig(RolloutRunnerConfig):
     config_paths: list[str] | None = None  # Gym's YAML files, of a stack that the run starts and stops
     overrides: dict[str, Any] = Field(default_factory=dict)  # further keys of Gym's configuration; they take precedence
     python: str | None = None  # an interpreter with nemo-gym, for a started stack; None: an environment in the cache
+    version: str | None = Field(
+        default=None, pattern=r"^\d+\.\d+\.\d+$"
+    )  # nemo-gym's, in that environment; None: 0.4.0
     start_timeout_s: Seconds = 600.0  # for all servers to respond
     timeout_s: Seconds = 480.0  # per rollout
     server_timeout_s: Seconds = 300.0  # started stack: a server silent for longer ends the run
@@ -100,11 +115,15 @@ def _check_stack(key: str, section: NemoGymConfig) -> None:
     if section.config_paths is not None and not section.config_paths:
         raise ConfigError(f"{key}.config_paths", [], "must name a file of NeMo Gym's configuration")
     if section.head_url is None:
+        assert section.config_paths is not None
+        if section.python is not None and section.version is not None:
+            raise ConfigError(f"{key}.version", section.version, f"{key}.python has a nemo-gym of its own; remove one")
+        check_configuration(key, section.config_paths, section.overrides, section.python, section.version)
         return
     parts = urlsplit(section.head_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{key}.head_url", section.head_url, "must be an address such as http://127.0.0.1:11000")
-    for name, value in (("overrides", section.overrides), ("python", section.python)):
+    for name, value in (("overrides", section.overrides), ("python", section.python), ("version", section.version)):
         if value:
             raise ConfigError(f"{key}.{name}", value, "only for a stack that the run starts; this one runs already")
 

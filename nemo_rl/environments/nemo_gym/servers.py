@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from nemo_rl.environments.nemo_gym.entry import AGENT_SERVERS, SERVER_KINDS
+from nemo_rl.environments.nemo_gym.configuration import AGENT_SERVERS, SERVER_KINDS
 from nemo_rl.environments.nemo_gym.reply import GymInvalidReply, GymUnavailable
 
 REQUEST_TIMEOUT_S = 10.0  # per request to the head server, or probe of a server

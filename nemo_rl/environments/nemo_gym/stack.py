@@ -16,16 +16,12 @@ from omegaconf import OmegaConf
 
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym import supervisor
+from nemo_rl.environments.nemo_gym.configuration import collect_requirements, read_configuration
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
+from nemo_rl.environments.nemo_gym.interpreter import GymPython, resolve_gym_python
 from nemo_rl.environments.nemo_gym.reply import GymError, GymStackEnded, GymUnavailable
 from nemo_rl.environments.nemo_gym.servers import STACK_ID_KEY, discover, find_unresponsive_servers
-from nemo_rl.environments.nemo_gym.workspace import (
-    GymPython,
-    collect_requirements,
-    find_configs,
-    resolve_gym_python,
-    write_workspace,
-)
+from nemo_rl.environments.nemo_gym.workspace import write_workspace
 from nemo_rl.errors import ConfigError
 
 STACK_ID_VARIABLE = "NEMO_RL_GYM_STACK"  # the stack's id in the environment of each of its processes, to find them
@@ -84,22 +80,24 @@ class GymStack:
     def _launch(cls, section: NemoGymConfig, policy: ServedPolicy, directory: Path, key: str) -> "GymStack":
         assert section.config_paths is not None  # check_nemo_gym
         directory = directory.absolute()  # Gym runs in it
-        python = resolve_gym_python(section.python, key=f"{key}.python")
-        configs = find_configs(section.config_paths, python.site_packages, key=f"{key}.config_paths")
+        python = resolve_gym_python(section.python, version=section.version, key=f"{key}.python")
+        configuration = read_configuration(section.config_paths, section.overrides, python.site_packages, key=key)
         if section.python is None:
-            parts = [*configs.values(), OmegaConf.create(section.overrides)]
-            python = resolve_gym_python(None, collect_requirements(parts, python.site_packages), key=f"{key}.python")
+            requirements = collect_requirements(configuration.merged, python.site_packages)
+            python = resolve_gym_python(None, requirements, version=section.version, key=f"{key}.python")
         if not python.is_virtual:
             raise ConfigError(f"{key}.python", section.python, "must be the Python of a virtual environment")
         head_port = unused_port()
         settings = {
-            "config_paths": list(configs),
+            **configuration.settings,
+            "config_paths": list(configuration.paths),
             "policy_base_url": policy.base_url,
             "policy_api_key": policy.api_key,
             "policy_model_name": policy.model_name,
             "head_server": {"host": "127.0.0.1", "port": head_port},
             "port_range_low": section.port_range_low,
             "port_range_high": section.port_range_high,
+            "server_spinup_timeout_seconds": section.start_timeout_s,  # Gym 0.7 has a limit of its own
         }
         stack_id, log_file = uuid4().hex, directory / "gym.log"
         merged = OmegaConf.merge(settings, section.overrides, {STACK_ID_KEY: stack_id})

@@ -1,5 +1,7 @@
 """Entries of `env` of type nemo_gym: what is checked, and where NeMo-RL's way of writing them goes."""
 
+from pathlib import Path
+
 import pytest
 
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
@@ -13,6 +15,12 @@ def entry(text: str) -> str:
     return "++env.gym={type: nemo_gym, " + text + "}"
 
 
+@pytest.fixture(autouse=True)
+def nothing_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an installed Gym its files are not checked; those named here do not exist."""
+    monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
@@ -23,6 +31,9 @@ def entry(text: str) -> str:
         ([entry("head_url: 'http://'")], "env.gym.head_url", "must be an address"),
         ([entry(HEAD + ", overrides: {a: 1}")], "env.gym.overrides", "runs already"),
         ([entry(HEAD + ", python: /usr/bin/python3")], "env.gym.python", "runs already"),
+        ([entry(HEAD + ", version: 0.7.0")], "env.gym.version", "runs already"),
+        ([entry("config_paths: [a.yaml], version: latest")], "env.gym.version", "pattern"),
+        ([entry("config_paths: [a.yaml], python: p, version: 0.7.0")], "env.gym.version", "has a nemo-gym of its own"),
         ([entry(HEAD + ", timeout_s: 600")], "env.gym.timeout_s", "below rollout.stall_timeout_s = 600"),
         ([entry(HEAD), "gateway.session_ttl_s=60"], "env.gym.timeout_s", "below gateway.session_ttl_s = 60"),
         ([entry(HEAD + ", port_range_low: 20001")], "env.gym.port_range_low", "at most port_range_high = 20000"),

@@ -10,7 +10,7 @@ REAL = sys.executable  # tests hide it
 PYTHON = """#!/bin/sh
 prefix=$(dirname "$(dirname "$0")")
 if [ "$1" = -I ]; then
-    echo "[[3, {minor}], {gym}, \\"$prefix\\", \\"$prefix/site-packages\\"]"
+    echo "[[3, {minor}, {micro}], {gym}, \\"$prefix\\", \\"$prefix/site-packages\\"]"
 else
     exec {real} -I {stand_in}
 fi
@@ -31,12 +31,12 @@ else:
 """
 
 
-def fake_environment(prefix: Path, *, minor: int = 12, gym: str | None = "0.4.0") -> Path:
+def fake_environment(prefix: Path, *, minor: int = 12, micro: int = 18, gym: str | None = "0.4.0") -> Path:
     """The interpreter of an environment; what it starts is stand_in.py."""
     (prefix / "bin").mkdir(parents=True)
     (prefix / "site-packages").mkdir()
     (prefix / "bin" / "activate").touch()
-    return _script(prefix / "bin" / "python", _python(minor=minor, gym=gym))
+    return _script(prefix / "bin" / "python", _python(minor=minor, micro=micro, gym=gym))
 
 
 def fake_uv(directory: Path, *, fails: bool = False) -> Path:
@@ -46,9 +46,9 @@ def fake_uv(directory: Path, *, fails: bool = False) -> Path:
     return log
 
 
-def _python(*, minor: int = 12, gym: str | None = "0.4.0") -> str:
+def _python(*, minor: int = 12, micro: int = 18, gym: str | None = "0.4.0") -> str:
     text = f'\\"{gym}\\"' if gym else "null"
-    return PYTHON.format(minor=minor, gym=text, real=REAL, stand_in=STAND_IN)
+    return PYTHON.format(minor=minor, micro=micro, gym=text, real=REAL, stand_in=STAND_IN)
 
 
 def _script(file: Path, text: str) -> Path:
