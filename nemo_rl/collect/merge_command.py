@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from nemo_rl.collect.atif import export_atif
 from nemo_rl.collect.merge import merge
 from nemo_rl.collect.nemo_gym_files import export_nemo_gym, import_nemo_gym
 from nemo_rl.command_line import Command, ExitCode, path_argument, text_argument
@@ -24,6 +25,9 @@ def _add_merge_arguments(parser: argparse.ArgumentParser) -> None:
         "--to-nemo-gym", type=path_argument, metavar="FILE", help="also write NeMo Gym's files of the result"
     )
     parser.add_argument(
+        "--to-atif", type=path_argument, metavar="DIRECTORY", help="also write the result as ATIF v1.7 trajectories"
+    )
+    parser.add_argument(
         "--from-nemo-gym",
         type=path_argument,
         metavar="FILE",
@@ -42,6 +46,10 @@ def _merge(parsed: argparse.Namespace) -> ExitCode:
     if parsed.to_nemo_gym is not None:
         files = export_nemo_gym(merged.rollouts, parsed.to_nemo_gym)
         sys.stdout.write("".join(f"{path}\n" for path in (files.rollouts, files.inputs, files.failures)))
+    if parsed.to_atif is not None:
+        atif = export_atif(merged.rollouts, parsed.to_atif)
+        skipped = f"; {atif.num_skipped} were imported from NeMo Gym, which exports them" if atif.num_skipped else ""
+        sys.stdout.write(f"{atif.directory}: {atif.num_trajectories} trajectories{skipped}\n")
     return ExitCode.DONE
 
 

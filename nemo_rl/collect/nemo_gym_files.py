@@ -59,29 +59,39 @@ def export_nemo_gym(merged: Path, rollouts: Path) -> NemoGymFiles:
     Raises ConfigError if the collection has kept no input.
     """
     directory, files = merged.parent, NemoGymFiles(rollouts)
-    if not (directory / TASKS_FILE).exists():
-        raise ConfigError("directory", str(directory), f"has no {TASKS_FILE}, which NeMo Gym's files need")
+    require_tasks(directory)
     manifest = read_manifest(directory)
     with atomic_write(files.inputs) as file:
         for index, task in enumerate(read_tasks(directory)):
             for rollout in range(len(manifest.seeds) * manifest.num_repeats):
                 _write(file, {**_gym_input(task), TASK_INDEX: index, ROLLOUT_INDEX: rollout})
     with atomic_write(files.rollouts) as file:
-        for row, task in _join_tasks(read_jsonl(merged), directory):
-            _write(file, {**_gym_rollout(row, task), **_gym_key(row, manifest)})
+        for row, task in join_tasks(read_jsonl(merged), directory):
+            _write(file, {**_gym_rollout(row, task), **gym_key(row, manifest)})
     with atomic_write(files.failures) as file:
         failures = read_jsonl(merged.with_name(f"{merged.stem}_failures.jsonl"))
-        for row, task in _join_tasks(failures, directory):
+        for row, task in join_tasks(failures, directory):
             failure_fields = {FAILURE_CLASS: row["class"], "error": row["cause"], AGENT: _gym_input(task)[AGENT]}
-            _write(file, {**failure_fields, **_gym_key(row, manifest)})
+            _write(file, {**failure_fields, **gym_key(row, manifest)})
     return files
 
 
+def require_tasks(directory: Path) -> None:
+    """Raise ConfigError if the collection has kept no input."""
+    if not (directory / TASKS_FILE).exists():
+        raise ConfigError("directory", str(directory), f"has no {TASKS_FILE}, which NeMo Gym's files need")
+
+
+def encode_json(row: Row) -> bytes:
+    """Return a row as JSON that Gym's readers accept: half a surrogate pair becomes U+FFFD."""
+    return LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", json.dumps(row, ensure_ascii=False)).encode()
+
+
 def _write(file: BinaryIO, row: Row) -> None:
-    file.write(LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", json.dumps(row, ensure_ascii=False) + "\n").encode())
+    file.write(encode_json(row) + b"\n")
 
 
-def _join_tasks(rows: Iterator[dict[str, Any]], directory: Path) -> Iterator[tuple[Row, Task]]:
+def join_tasks(rows: Iterator[dict[str, Any]], directory: Path) -> Iterator[tuple[Row, Task]]:
     """Yield rows with their tasks; both are in the order of tasks, so tasks are read once for each seed."""
     seed, index, task, tasks = None, -1, None, iter(())
     for row in rows:
@@ -94,7 +104,8 @@ def _join_tasks(rows: Iterator[dict[str, Any]], directory: Path) -> Iterator[tup
         yield row, task
 
 
-def _gym_key(row: Row, manifest: CollectionManifest) -> dict[str, int]:
+def gym_key(row: Row, manifest: CollectionManifest) -> dict[str, int]:
+    """Return the task and rollout index of a row; Gym has no seeds, so that those of later seeds follow."""
     position = manifest.seeds.index(row["seed"])
     return {TASK_INDEX: row["task_index"], ROLLOUT_INDEX: position * manifest.num_repeats + row["rollout_index"]}
 
@@ -109,7 +120,7 @@ def _gym_rollout(row: Row, task: Task) -> Row:
     if ORIGINAL_GYM_ROW in row:
         return row[ORIGINAL_GYM_ROW]
     messages, task_input = row.get("messages") or [], _gym_input(task)
-    first = _first_generated(messages, row.get("num_turns") or 0)
+    first = first_generated(messages, row.get("num_turns") or 0)
     parameters = task_input[PARAMETERS]
     if not parameters.get("input"):
         parameters = {**parameters, "input": [_message_item(message) for message in messages[:first]]}
@@ -126,7 +137,7 @@ def _gym_rollout(row: Row, task: Task) -> Row:
     return {PARAMETERS: parameters, RESPONSE: response, "reward": row["reward"], **answer, AGENT: task_input[AGENT]}
 
 
-def _first_generated(messages: Sequence[Row], num_turns: int) -> int:
+def first_generated(messages: Sequence[Row], num_turns: int) -> int:
     """Return the index of the policy's first message: a prompt may contain assistant messages too."""
     by_assistant = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
     return by_assistant[-num_turns] if 0 < num_turns <= len(by_assistant) else len(messages)

@@ -122,6 +122,7 @@ LINES: dict[str, Lines] = {
         ("collection --seeds 0..99999999999", "at most 100000 seeds"),
         ("collection --seeds 7", "of these seeds"),
         ("collection --to-nemo-gym=", "'' is no path"),
+        ("collection --to-atif directory", "exists already"),
         ("made --from-nemo-gym missing", "missing"),
         ("made --from-nemo-gym fifo", "fifo"),
         ("made --from-nemo-gym directory", "directory"),
