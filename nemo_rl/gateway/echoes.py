@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.gateway import sessions
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.types import Completion, Message
@@ -82,11 +83,11 @@ class EchoedCallStore:
         return tuple(duplicates)
 
     def forget(self, echo: sessions.Echo, node: sessions.Node) -> None:
-        """Drop a call, so that a second claim of it is refused; its duplicates stay."""
+        """Drop a claimed call, or one of its duplicates if it is gone: each call stored is claimed at most once."""
         key = echo.digest()
         _, duplicates = self._calls_by_echo.get(key, (0.0, []))
-        if node in duplicates:
-            duplicates.remove(node)
+        if duplicates:
+            duplicates.remove(node if node in duplicates else duplicates[-1])
             if not duplicates:
                 del self._calls_by_echo[key]
 
@@ -113,9 +114,14 @@ def resolve_claims(
 ) -> tuple[sessions.Node, ...]:
     """Return the recorded call of each claim; `find` returns the calls with an echo's tokens.
 
+    Of several with equal tokens, an earlier claim is the call that a later one continues, so that both are one chain.
     Raises UnknownEcho and LogprobMismatch.
     """
-    return tuple(_resolve_claim(claim, find(claim.echo)) for claim in claims)
+    calls: list[sessions.Node] = []  # last first
+    for claim in reversed(claims):
+        earlier = [node for call in calls for node in call.path()[:-1]]
+        calls.append(_resolve_claim(claim, find(claim.echo), earlier))
+    return tuple(reversed(calls))
 
 
 def build_chains(calls: Sequence[sessions.Node]) -> tuple[sessions.Chain, ...]:
@@ -124,14 +130,30 @@ def build_chains(calls: Sequence[sessions.Node]) -> tuple[sessions.Chain, ...]:
     return tuple(sessions.build_chain(call) for call in dict.fromkeys(calls) if call not in continued)
 
 
-def _resolve_claim(claim: Claim, candidates: Sequence[sessions.Node]) -> sessions.Node:
-    """Return the call with these log-probs; among several, one that was continued, else the last."""
+def _resolve_claim(
+    claim: Claim, candidates: Sequence[sessions.Node], earlier: Sequence[sessions.Node]
+) -> sessions.Node:
+    """Return the call with these log-probs; among several, one of `earlier`, one that was continued, or the last."""
     if not candidates:
         raise sessions.UnknownEcho(claim.echo)
+    for node in earlier:
+        if node in candidates or _is_claimed(node, claim):
+            candidates = (node,)
+            break
     same = [node for node in candidates if _logprobs_match(claim.logprobs, node.sampled.generation_logprobs or ())]
     if not same:
         raise LogprobMismatch(_describe_mismatch(claim.logprobs, candidates[-1].sampled.generation_logprobs or ()))
     return next((node for node in same if node.is_continued), same[-1])
+
+
+def _is_claimed(node: sessions.Node, claim: Claim) -> bool:
+    """Return whether a call has the tokens and log-probs of a claim."""
+    sampled, echo = node.sampled, claim.echo
+    if sampled.token_ids != echo.generation_token_ids:
+        return False
+    if not _logprobs_match(claim.logprobs, sampled.generation_logprobs or ()):
+        return False
+    return flat_token_ids(node.message_log()[:-1]) == echo.prompt_token_ids
 
 
 def _logprobs_match(reported: Sequence[float], recorded: Sequence[float]) -> bool:

@@ -15,6 +15,7 @@ from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.distributed.cluster import node_ip
 from nemo_rl.distributed.machine import max_connections, raise_file_limit
 from nemo_rl.errors import ConfigError
+from nemo_rl.gateway.captures import CaptureSnapshot
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.gateway.echoes import Claim, build_chains, resolve_claims
@@ -134,8 +135,13 @@ class GatewayManager:
         session = server.close_session(handle.id)
         calls = resolve_claims(claims, lambda echo: session.find(echo) or server.echoed.find(echo))
         for claim, call in zip(claims, calls, strict=True):
-            server.echoed.forget(claim.echo, call)
+            if not session.find(claim.echo):
+                server.echoed.forget(claim.echo, call)
         return FinishedSession(build_chains(calls), dict(session.rewards), session.last_failure)
+
+    def take_capture(self, rollout_id: str) -> CaptureSnapshot | None:
+        """Return and forget what clients of `default_base_url` captured of a rollout; None if nothing."""
+        return self._servers[0].captures.take(rollout_id)
 
     async def abandon(self, handle: SessionHandle) -> None:
         """Close a session and discard its record; does nothing if it has already ended."""

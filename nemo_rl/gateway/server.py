@@ -7,6 +7,7 @@
     DELETE /sessions/{id}               run  the same, and the session is closed
     POST   /v1/...                           the same calls; a header, the API key or the body names the session
     POST   /v1/chat/completions         run  without a session: echoed token ids identify the chain
+    ...    /captures/{rollout}/...      run  records of NeMo Gym's token capture: capture_api.py
     GET    /v1/models, /sessions/{id}/v1/models
     GET    /health
 
@@ -31,6 +32,8 @@ from pydantic_core import to_json
 from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.gateway.calls import CallAnswer, CallRequest, Delta
+from nemo_rl.gateway.capture_api import capture_routes
+from nemo_rl.gateway.captures import CaptureStore
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionHandler, CompletionRules
 from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, load_dialects
@@ -67,7 +70,8 @@ class ServerSettings:
     max_client_sessions: int = 1024  # opened over HTTP
     max_connections: int = 4096
     max_echoed_calls: int = 65_536  # stored for clients without a session
-    ttl_s: float = 3600.0  # time to live of unused sessions and stored calls
+    max_captured_bytes: int = 512 * 2**20  # of captured records
+    ttl_s: float = 3600.0  # time to live of unused sessions, stored calls and captures
     max_body_bytes: int = 32 * 2**20
     headers_timeout_s: float = 30.0
     body_timeout_s: float = 60.0
@@ -110,6 +114,7 @@ class GatewayServer:
             clock=clock,
         )
         self.echoed = EchoedCallStore(codec, max_calls=settings.max_echoed_calls, ttl_s=settings.ttl_s, clock=clock)
+        self.captures = CaptureStore(max_bytes=settings.max_captured_bytes, ttl_s=settings.ttl_s, clock=clock)
         self.token = settings.token or make_token()
         requires_key = settings.token is not None or is_exposed(settings.host)
         hosts = (*settings.allowed_hosts, *([settings.advertised_host] if settings.advertised_host else []))
@@ -202,6 +207,7 @@ class GatewayServer:
                 web.delete("/sessions/{id}", self._with_run_key(self._close)),
                 web.post("/sessions/{id}/reward", self._with_run_key(self._reward)),
                 web.get("/sessions/{id}/v1/models", self._models),
+                *capture_routes(self.captures, self._body, self._with_run_key),
             ]
         )
         for prefix in PREFIXES:
@@ -236,6 +242,7 @@ class GatewayServer:
         while True:
             await asyncio.sleep(max(self._settings.ttl_s / 10, 0.05))
             self.echoed.expire()
+            self.captures.expire()
             if expired := self._sessions.expire():
                 logger.warning("gateway: closed %d sessions after %g s without use", len(expired), self._settings.ttl_s)
 

@@ -26,6 +26,7 @@ from nemo_rl.errors import ConfigError
 
 STACK_ID_VARIABLE = "NEMO_RL_GYM_STACK"  # the stack's id in the environment of each of its processes, to find them
 START_SCRIPT = "import sys; sys.argv = ['gym', 'env', 'start']; from nemo_gym.cli.main import main; sys.exit(main())"
+IN_GYM = Path(__file__).with_name("in_gym")  # modules for Gym's processes
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # for the supervisor to end
 TAIL_BYTES = 4096
@@ -165,6 +166,7 @@ def _spawn(python: GymPython, directory: Path, log_file: Path, stack_id: str) ->
     environment = {name: value for name, value in os.environ.items() if name not in excluded}
     environment |= {
         STACK_ID_VARIABLE: stack_id,
+        "PYTHONPATH": str(IN_GYM),
         "RAY_ADDRESS": "local",  # even if a cluster runs on this machine
         "PATH": f"{python.prefix / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONUNBUFFERED": "1",

@@ -321,6 +321,20 @@ def test_a_report_that_is_not_what_was_recorded_is_refused(changes: Any, error: 
     complete_in_session(use, SpeakingGeneration("chatml", say_four))
 
 
+def test_twins_without_a_session_that_are_continued_stay_one_chain_each():
+    async def body(manager: GatewayManager) -> None:
+        firsts = [await said_by(manager, [HI], None) for _ in range(3)]
+        seconds = [await said_by(manager, [HI, first.model_dump(), MORE], None) for first in firsts]
+        for index in range(3):
+            handle = manager.open_session(seed=index, server=0)
+            claims = [claim_of(firsts[index]), claim_of(seconds[index])]
+            finished = await manager.finish_with_claims(handle, claims)
+            assert [len(chain.message_log) for chain in finished.chains] == [4]
+        assert manager.num_echoed_calls == 0
+
+    manage(SpeakingGeneration("chatml", say_four), body)
+
+
 def test_calls_without_a_session_are_claimed_once_each_also_where_they_are_twins():
     async def body(manager: GatewayManager) -> None:
         said = [await said_by(manager, [HI], None) for _ in range(2)]
