@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nemo_rl.environments.nemo_gym.protocols import RolloutIdentity
 from nemo_rl.environments.nemo_gym.reply import GymReply
 from nemo_rl.experience.agent_runtime import RewardRange, SessionProvider, TrajectorySelection
+from nemo_rl.gateway.captures import CaptureSnapshot
 from nemo_rl.gateway.dialects.chat_completions import SESSION_FIELD
 from nemo_rl.gateway.echoes import Claim
 
@@ -53,8 +55,8 @@ class RowPreparer:
 class GymAgentRunner(Protocol):
     """A client that runs rows, within its own deadline: `environments.nemo_gym.client.GymClient`."""
 
-    async def run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
-        """Run a row by its agent; raise GymError."""
+    async def run(self, agent: str, row: Mapping[str, Any], identity: RolloutIdentity | None = None) -> GymReply:
+        """Run a row by its agent, under a new identity if none is given; raise GymError."""
         ...
 
 
@@ -63,6 +65,10 @@ class ClaimingSessionProvider(SessionProvider, Protocol):
 
     async def finish_with_claims(self, handle: "SessionHandle", claims: Sequence[Claim]) -> "FinishedSession":
         """Close the session and hand out the chains of these calls. Raises UnknownEcho, LogprobMismatch."""
+        ...
+
+    def take_capture(self, rollout_id: str) -> CaptureSnapshot | None:
+        """Return and forget the calls that Gym captured of a rollout; None if it captured none."""
         ...
 
 

@@ -10,7 +10,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nemo_rl.environments.boundary import error_to_failure
-from nemo_rl.environments.nemo_gym.reply import GymCall, GymError, GymReply, GymStackEnded, GymUnavailable
+from nemo_rl.environments.nemo_gym.protocols import RolloutIdentity
+from nemo_rl.environments.nemo_gym.reply import (
+    GymCall,
+    GymError,
+    GymInvalidReply,
+    GymReply,
+    GymStackEnded,
+    parse_captured_calls,
+)
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.gym_runtime import GymRuntime
 from nemo_rl.experience.recorded_rollouts import (
@@ -83,12 +91,13 @@ class _GymRollout:
         if isinstance(reply, Failure):
             finished = await sessions.finish(handle)
             return _attribute_to_engine(reply, finished), Recording(finished.chains)
-        if not reply.calls:
-            await sessions.finish(handle)
-            return _missing_calls_failure(reply), Recording()
         try:
-            finished = await sessions.finish_with_claims(handle, [_make_claim(call) for call in reply.calls])
-        except (UnknownEcho, LogprobMismatch) as error:
+            calls = self._take_calls(reply)
+            if not calls:
+                await sessions.finish(handle)
+                return _missing_calls_failure(reply), Recording()
+            finished = await sessions.finish_with_claims(handle, [_make_claim(call) for call in calls])
+        except (UnknownEcho, LogprobMismatch, GymInvalidReply) as error:
             return error_to_failure(error, FailureClass.AGENT, prefix=self._job.prompt.agent_name), Recording()
         recording = Recording(
             finished.chains, is_incomplete=reply.is_incomplete, loss_weight=0.0 if reply.mask_sample else 1.0
@@ -98,18 +107,25 @@ class _GymRollout:
         result = AgentResult(rewards, None if answer is None else str(answer))
         return validate_rewards(result, self._runtime.reward_range), recording
 
+    def _take_calls(self, reply: GymReply) -> tuple[GymCall, ...]:
+        """Return the calls in the reply, else those that Gym captured; raises GymInvalidReply if one was lost."""
+        captured = self._runtime.sessions.take_capture(reply.capture_key)
+        if reply.calls or captured is None:
+            return reply.calls
+        if captured.is_incomplete:
+            raise GymInvalidReply("NeMo Gym failed to capture a call of the model")
+        return parse_captured_calls(captured.records)
+
     async def _run_row(self, handle: "SessionHandle") -> GymReply | Failure:
         prompt = self._job.prompt
         try:
             row = self._runtime.rows.prepare(prompt.env_state[GYM_ROW_KEY], handle.id)
             with self._watchdog.waiting_for(f"NeMo Gym's {prompt.agent_name}"):
-                return await self._runtime.client.run(prompt.agent_name, row)
+                return await self._runtime.client.run(prompt.agent_name, row, RolloutIdentity(task_id=prompt.prompt_id))
         except GymStackEnded as error:
             raise RolloutError(f"NeMo Gym's stack is over: {error}") from error
-        except GymUnavailable as error:
-            return error_to_failure(error, FailureClass.INFRA)
         except GymError as error:
-            return error_to_failure(error)
+            return error_to_failure(error, error.failure_class)
         except Exception as error:  # a row that is not JSON-serializable, for example  # noqa: BLE001
             return error_to_failure(error, prefix=prompt.agent_name)
 

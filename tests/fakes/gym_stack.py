@@ -1,5 +1,7 @@
 """A NeMo Gym stack as a script: a head server and agents over HTTP that do as real ones do, or fail as they are told.
 
+With `front`, each agent has an environment server of that implementation, as in nemo-gym 0.7; both are one server here.
+
 Agents call the policy at `policy_base_url` as Gym's model server does: the row's parameters are passed on, and an
 assistant's message goes back with the tokens of its call. Without a policy the calls are made up.
 """
@@ -44,6 +46,8 @@ class Script:
     repeats: bool = False  # answers what it answered last
     raw: bytes | None = None  # sent in place of the reply
     alter: Callable[[Body], object] | None = None  # changes the reply in place
+    adds: Body | None = None  # further fields of the reply
+    failure: Body | None = None  # an episode's failure, in place of its result
 
 
 class FakeGymStack:
@@ -56,6 +60,7 @@ class FakeGymStack:
         *,
         policy_base_url: str | None = None,
         policy_api_key: str = "unused",
+        front: str | None = None,
     ) -> None:
         self.rows: list[tuple[str, Row]] = []  # as they arrived
         self.chat_bodies: list[Body] = []  # as the policy was asked
@@ -65,6 +70,7 @@ class FakeGymStack:
         self.script = script
         self.policy_base_url = policy_base_url
         self.policy_api_key = policy_api_key
+        self._front = front
         self._agents = {name: _Server() for name in agents}
         self._head = _Server()
         self._last: Body | None = None
@@ -127,6 +133,9 @@ class FakeGymStack:
         for name, server in self._agents.items():
             settings = {"host": "127.0.0.1", "port": server.port, "entrypoint": "app.py", "model_server": model}
             config[name] = {"responses_api_agents": {"simple_agent": settings}}
+            if self._front is not None:
+                fronting = {"host": "127.0.0.1", "port": server.port, "agent_server": {"name": name}}
+                config[f"{name}_environment_server"] = {"environment_servers": {self._front: fronting}}
         return web.json_response(OmegaConf.to_yaml(OmegaConf.create(config)))
 
     async def _run(self, agent: str, request: web.Request) -> web.StreamResponse:
@@ -141,7 +150,8 @@ class FakeGymStack:
         finally:
             self.num_running -= 1
 
-    async def _answer(self, agent: str, row: Row) -> web.Response:
+    async def _answer(self, agent: str, sent: Row) -> web.Response:
+        row = sent["task"]["task_input"] if "episode_id" in sent else sent
         script = self.script(agent, row)
         if script.before is not None:
             await script.before()
@@ -156,6 +166,11 @@ class FakeGymStack:
         self._last = body
         if script.alter is not None:
             script.alter(body)
+        body = {**body, **(script.adds or {})}
+        if "episode_id" in sent:
+            result = None if script.failure else body
+            identity = {"episode_id": sent["episode_id"], "task_id": sent["task"]["task_id"]}
+            body = {**identity, "result": result, "failure": script.failure}
         return web.Response(body=script.raw or json.dumps(body).encode(), content_type="application/json")
 
     async def _rollout(self, script: Script, row: Row) -> Body:

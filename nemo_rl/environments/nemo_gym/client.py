@@ -1,7 +1,8 @@
 """A client of a NeMo Gym stack: discovers its servers, waits for them, and sends rows to its agents.
 
-A row is sent again only if no server can have started it: after a refused connection, 429 or 503. An agent that was
-restarted at another address is discovered again through the head server.
+A row is sent again only if no server can have started it: after a refused connection, 429, 503, or a failure at an
+episode's admission. Each attempt has a number of its own. A server that was restarted at another address is discovered
+again through the head server.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +18,20 @@ import aiohttp
 
 from nemo_rl.distributed.machine import max_connections, raise_file_limit
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
+from nemo_rl.environments.nemo_gym.failures import Delivery
+from nemo_rl.environments.nemo_gym.protocols import RolloutIdentity
 from nemo_rl.environments.nemo_gym.reply import (
+    GymEpisodeFailed,
     GymError,
     GymInvalidReply,
     GymRefused,
     GymReply,
     GymUnavailable,
-    parse_reply,
 )
 from nemo_rl.environments.nemo_gym.servers import (
     CONNECTION_ERRORS,
     GATEWAY_STATUSES,
+    GymServer,
     GymServers,
     describe_error,
     discover,
@@ -64,8 +69,8 @@ class GymClient:
 
     @property
     def known_agents(self) -> tuple[str, ...]:
-        """Return the names of the stack's agents, once connected."""
-        return tuple(sorted(self._servers.agents))
+        """Return the names that rows may give: of agents and environment servers, once connected."""
+        return tuple(sorted(self._servers.runners))
 
     async def connect(self, expected_agents: Collection[str], *, check: Callable[[], None] | None = None) -> None:
         """Discover the stack's servers and wait for the expected agents and all servers that they need.
@@ -94,16 +99,16 @@ class GymClient:
             text = f"no response from {', '.join(unresponsive) or 'its servers'} {within}"
             raise GymUnavailable(text, url=self._head_url) from error
 
-    async def run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
+    async def run(self, agent: str, row: Mapping[str, Any], identity: RolloutIdentity | None = None) -> GymReply:
         """Return one rollout of `row` by `agent`, retries included within `timeout_s`; raises GymError.
 
         `timeout_s` does not include the wait while `max_concurrency` other rows are in flight. With a watched stack, an
         error other than GymStackEnded is the row's own: before it is raised all servers have responded again, which
-        takes at most `server_timeout_s` more.
+        takes at most `server_timeout_s` more. Without an identity the rollout is given one.
         """
         async with self._slots:
             try:
-                return await self._run_within_deadline(agent, row)
+                return await self._run_within_deadline(agent, row, identity or RolloutIdentity())
             except GymError:
                 if self._watch is not None:
                     await self._watch.confirm()
@@ -130,55 +135,62 @@ class GymClient:
     async def _find_unresponsive(self, expected_agents: Collection[str]) -> tuple[str, ...]:
         self._servers = await discover(self._session(), self._head_url, stack_id=self._stack_id)
         for agent in expected_agents:
-            if agent not in self._servers.agents:
+            if agent not in self._servers.runners:
                 problem = "the stack has no such agent"
                 raise ConfigError(f"{self._key}: agent_ref.name", agent, problem, known=self.known_agents)
         return await find_unresponsive_servers(self._session(), self._servers.required_by(expected_agents))
 
-    async def _run_within_deadline(self, agent: str, row: Mapping[str, Any]) -> GymReply:
+    async def _run_within_deadline(self, agent: str, row: Mapping[str, Any], identity: RolloutIdentity) -> GymReply:
         try:
             async with asyncio.timeout(self._section.timeout_s) as deadline:
                 if self._watch is None:
-                    return await self._run(agent, row)
+                    return await self._run(agent, row, identity)
                 with self._watch.cut_short(deadline):
-                    return await self._run(agent, row)
+                    return await self._run(agent, row, identity)
         except TimeoutError as error:
             text = f"no reply within {self._key}.timeout_s = {self._section.timeout_s:g} s"
-            raise GymUnavailable(text, agent=agent, url=self._url(agent)) from error
+            raise _lost(text, agent, self._server(agent).url) from error
 
-    async def _run(self, agent: str, row: Mapping[str, Any]) -> GymReply:
+    async def _run(self, agent: str, row: Mapping[str, Any], identity: RolloutIdentity) -> GymReply:
         attempts = self._section.max_retries + 1
         for attempt in range(attempts):
+            server = self._server(agent)
+            sent = server.protocol.encode(server.name, row, identity, attempt)
             try:
-                return await self._post(agent, row)
+                reply = await self._post(agent, server, sent)
+                return replace(reply, capture_key=identity.capture_key(attempt) if server.protocol.has_identity else "")
             except _RowNotAccepted as error:
                 if attempt + 1 == attempts:
-                    raise error.to_unavailable(agent, self._url(agent), attempts) from error
-                logger.warning("retrying agent %r at %s: %s", agent, self._url(agent), error)
+                    raise error.to_unavailable(agent, server.url, attempts) from error
+                logger.warning("retrying agent %r at %s: %s", agent, server.url, error)
             await asyncio.sleep(min(self._section.retry_backoff_s * 2**attempt, MAX_BACKOFF_S))
             await self._rediscover()
         raise AssertionError("unreachable")
 
-    async def _post(self, agent: str, row: Mapping[str, Any]) -> GymReply:
-        url = f"{self._url(agent)}/run"
+    async def _post(self, agent: str, server: GymServer, sent: Mapping[str, Any]) -> GymReply:
+        url = f"{server.url}/run"
         try:
-            async with self._session().post(url, json=row, allow_redirects=False) as response:
+            async with self._session().post(url, json=sent, allow_redirects=False) as response:
                 status, body = response.status, await response.read()
         except aiohttp.ClientConnectorError as error:
-            raise _RowNotAccepted(describe_error(error)) from error
+            raise _RowNotAccepted(describe_error(error), "not_sent") from error
         except CONNECTION_ERRORS as error:
-            raise GymUnavailable(f"connection lost ({describe_error(error)})", agent=agent, url=url) from error
+            raise _lost(f"connection lost ({describe_error(error)})", agent, url) from error
         if status in RETRYABLE_STATUSES:
-            raise _RowNotAccepted(f"HTTP {status}: {_error_text(body)}")
+            raise _RowNotAccepted(f"HTTP {status}: {_error_text(body)}", "not_sent")
         if status in GATEWAY_STATUSES:
-            raise GymUnavailable(f"HTTP {status}: {_error_text(body)}", agent=agent, url=url)
+            raise _lost(f"HTTP {status}: {_error_text(body)}", agent, url)
         if status != 200:
             raise GymRefused(f"HTTP {status}: {_error_text(body)}", agent=agent, url=url)
         try:
-            return parse_reply(json.loads(body))
+            return server.protocol.decode(json.loads(body), sent)
+        except GymEpisodeFailed as error:
+            if error.failure.may_be_sent_again:
+                raise _RowNotAccepted(str(error.failure), "delivered") from error
+            raise GymEpisodeFailed(error.failure, agent=agent, url=url) from error
         except GymInvalidReply as error:
             raise GymInvalidReply(error.problem, agent=agent, url=url) from error
-        except ValueError as error:  # json's own
+        except (ValueError, RecursionError) as error:  # json's own
             raise GymInvalidReply(f"the reply is not JSON ({describe_error(error)})", agent=agent, url=url) from error
 
     async def _rediscover(self) -> None:
@@ -188,12 +200,12 @@ class GymClient:
         except GymError as error:
             logger.warning("cannot rediscover NeMo Gym's servers: %s", error)
 
-    def _url(self, agent: str) -> str:
-        urls = self._servers.agents
-        if agent not in urls:
-            problem = "the stack has no such agent" if urls else "not connected to the stack"
+    def _server(self, agent: str) -> GymServer:
+        runners = self._servers.runners
+        if agent not in runners:
+            problem = "the stack has no such agent" if runners else "not connected to the stack"
             raise GymRefused(f"{problem}; known: {', '.join(self.known_agents)}", agent=agent, url=self._head_url)
-        return urls[agent]
+        return runners[agent]
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -204,8 +216,18 @@ class GymClient:
 class _RowNotAccepted(Exception):
     """No server has started the row."""
 
+    def __init__(self, problem: str, delivery: Delivery) -> None:
+        super().__init__(problem)
+        self._delivery: Delivery = delivery
+
     def to_unavailable(self, agent: str, url: str, attempts: int) -> GymUnavailable:
-        return GymUnavailable(f"not accepted in {attempts} attempts ({self})", agent=agent, url=url)
+        problem = f"not accepted in {attempts} attempts ({self})"
+        return GymUnavailable(problem, agent=agent, url=url, delivery=self._delivery)
+
+
+def _lost(problem: str, agent: str, url: str) -> GymUnavailable:
+    """Return the error of a row that a server may have started."""
+    return GymUnavailable(problem, agent=agent, url=url, delivery="possibly_delivered")
 
 
 def _error_text(body: bytes) -> str:

@@ -4,12 +4,15 @@ Items of `response.output` that end a call of the model carry the whole prompt o
 log-probs. Which calls belong to one chain is decided by the gateway's record, not by the reply.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_rl.environments.nemo_gym.failures import Delivery, EpisodeFailure, is_masked
 from nemo_rl.errors import NemoRLError
+from nemo_rl.types import FailureClass
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 RESERVED_FIELDS = frozenset({"reward", "response", "responses_create_params", "mask_sample"})
@@ -17,6 +20,12 @@ RESERVED_FIELDS = frozenset({"reward", "response", "responses_create_params", "m
 
 class GymError(NemoRLError):
     """Base of failures of a NeMo Gym server; the text names the agent and its address."""
+
+    delivery: Delivery = "delivered"  # of the row
+
+    @property
+    def failure_class(self) -> FailureClass:
+        return FailureClass.ENVIRONMENT
 
     def __init__(self, problem: str, *, agent: str = "", url: str = "") -> None:
         self.problem = problem
@@ -29,6 +38,15 @@ class GymError(NemoRLError):
 class GymUnavailable(GymError):
     """An infrastructure failure: connection refused or reset, 502, 503, 504, or a timeout."""
 
+    def __init__(self, problem: str, *, agent: str = "", url: str = "", delivery: Delivery = "not_sent") -> None:
+        note = "; the row may have been delivered" if delivery == "possibly_delivered" else ""
+        super().__init__(f"{problem}{note}", agent=agent, url=url)
+        self.delivery = delivery
+
+    @property
+    def failure_class(self) -> FailureClass:
+        return FailureClass.INFRA
+
 
 class GymStackEnded(GymUnavailable):
     """A started stack that has lost its process, then the text has the end of its log, or one of its servers."""
@@ -40,6 +58,18 @@ class GymRefused(GymError):
 
 class GymInvalidReply(GymError):
     """An environment failure: a reply that violates NeMo Gym's protocol."""
+
+
+class GymEpisodeFailed(GymError):
+    """A failure that a server reports in its reply, of the class of its kind or stage."""
+
+    def __init__(self, failure: EpisodeFailure, *, agent: str = "", url: str = "") -> None:
+        super().__init__(str(failure), agent=agent, url=url)
+        self.failure = failure
+
+    @property
+    def failure_class(self) -> FailureClass:
+        return self.failure.failure_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +88,11 @@ class GymReply:
     reward: float
     calls: tuple[GymCall, ...]  # in order; from output items that carry tokens
     is_incomplete: bool  # the last response was truncated, by its token limit or a full context
-    mask_sample: bool  # exclude the rollout from the gradient
+    mask_sample: bool  # exclude the rollout from the gradient; before nemo-gym 0.7, where a mask is a failure
     output: tuple[Mapping[str, Any], ...] = ()  # items of the response: messages, reasoning, tool calls and results
     reward_components: Mapping[str, float] = field(default_factory=dict)  # by name, of which `reward` is the sum
     extras: Mapping[str, float | str] = field(default_factory=dict)  # further numbers and texts of the environment
+    capture_key: str = ""  # under which Gym captures the rollout's calls; empty before nemo-gym 0.7
 
 
 def parse_reply(body: object) -> GymReply:
@@ -82,11 +113,26 @@ def parse_reply(body: object) -> GymReply:
         reward=_parse_reward(body.get("reward")),
         calls=tuple(call for call in calls if call is not None),
         is_incomplete=bool(response.get("incomplete_details")),
-        mask_sample=mask_sample,
+        mask_sample=is_masked(body),
         output=tuple(output),
         reward_components=_parse_components(body),
         extras={name: value for name, value in body.items() if name not in RESERVED_FIELDS and _is_scalar(value)},
     )
+
+
+def parse_captured_calls(records: Sequence[bytes]) -> tuple[GymCall, ...]:
+    """Return the calls in captured records (`TokenEntry` of nemo-gym 0.7); raises GymInvalidReply."""
+    calls = []
+    for i, record in enumerate(records):
+        entry = json.loads(record)
+        if entry.get("prompt_is_delta"):
+            raise GymInvalidReply(
+                f"captured record {i} has part of its prompt; token_id_capture.delta_records must be off"
+            )
+        if (call := _parse_call(f"captured record {i}", entry)) is None:
+            raise GymInvalidReply(f"captured record {i} has no tokens")
+        calls.append(call)
+    return tuple(calls)
 
 
 def _parse_reward(value: Any) -> float:

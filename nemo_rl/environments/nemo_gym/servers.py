@@ -14,7 +14,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from nemo_rl.environments.nemo_gym.configuration import AGENT_SERVERS, SERVER_KINDS
+from nemo_rl.environments.nemo_gym.configuration import AGENT_SERVERS, ENVIRONMENT_SERVERS, SERVER_KINDS
+from nemo_rl.environments.nemo_gym.protocols import (
+    AGENT_PROTOCOL,
+    EPISODE_PROTOCOL,
+    PROTOCOL_OF_ENVIRONMENT_SERVER,
+    RunProtocol,
+)
 from nemo_rl.environments.nemo_gym.reply import GymInvalidReply, GymUnavailable
 
 REQUEST_TIMEOUT_S = 10.0  # per request to the head server, or probe of a server
@@ -32,6 +38,15 @@ class GymServer:
     kind: str  # one of SERVER_KINDS
     url: str
     needs: tuple[str, ...]  # names of the servers that it calls
+    implementation: str = ""  # directory of its code in Gym
+    fronted_agents: tuple[str, ...] = ()  # agents that an environment server runs rows of
+
+    @property
+    def protocol(self) -> RunProtocol:
+        """Return the form in which it takes rows, if it runs any."""
+        if self.kind != ENVIRONMENT_SERVERS:
+            return AGENT_PROTOCOL
+        return PROTOCOL_OF_ENVIRONMENT_SERVER.get(self.implementation, EPISODE_PROTOCOL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +56,26 @@ class GymServers:
     by_name: Mapping[str, GymServer]
 
     @property
-    def agents(self) -> dict[str, str]:
-        """Return the addresses of the agents by name."""
-        return {name: server.url for name, server in self.by_name.items() if server.kind == AGENT_SERVERS}
+    def runners(self) -> dict[str, GymServer]:
+        """Return the servers that run rows, by the names that rows give: of an agent or of an environment server.
+
+        An agent's rows go to the environment server that fronts it; to the agent itself if none does, as in stacks up
+        to nemo-gym 0.6. An agent with several has no route of its own: its rows name one of them.
+        """
+        fronts = [server for server in self.by_name.values() if server.kind == ENVIRONMENT_SERVERS]
+        runners = {server.name: server for server in fronts}
+        for name, server in self.by_name.items():
+            if server.kind == AGENT_SERVERS:
+                candidates = [front for front in fronts if name in front.fronted_agents] or [server]
+                if len(candidates) == 1:
+                    runners[name] = candidates[0]
+        return runners
 
     def required_by(self, agents: Collection[str]) -> tuple[GymServer, ...]:
-        """Return these agents and all servers that they need, directly or indirectly, ordered by name."""
+        """Return the servers that run these agents' rows and all that they need, ordered by name."""
         found: set[str] = set()
-        pending = [name for name in agents if name in self.by_name]
+        runners = self.runners
+        pending = [runners[name].name for name in agents if name in runners]
         while pending:
             name = pending.pop()
             if name not in found:
@@ -103,12 +130,14 @@ def parse_servers(config: Mapping[Any, Any], *, head_host: str) -> GymServers:
         kind = next((kind for kind in SERVER_KINDS if isinstance(entry, Mapping) and kind in entry), None)
         if kind is None or not isinstance(entry[kind], Mapping):
             continue
-        settings = next(iter(entry[kind].values()), None)
+        implementation, settings = next(iter(entry[kind].items()), ("", None))
         if not isinstance(settings, Mapping) or not settings.get("host") or not settings.get("port"):
             continue
         host = head_host if settings["host"] in ANY_ADDRESS else str(settings["host"])
         url = f"http://{f'[{host}]' if ':' in host else host}:{settings['port']}"
-        servers[str(name)] = GymServer(str(name), kind, url, tuple(sorted(set(_iter_server_references(settings)))))
+        needs = tuple(sorted(set(_iter_server_references(settings))))
+        fronted = tuple(_iter_fronted_agents(settings)) if kind == ENVIRONMENT_SERVERS else ()
+        servers[str(name)] = GymServer(str(name), kind, url, needs, str(implementation), fronted)
     return GymServers(servers)
 
 
@@ -145,6 +174,15 @@ async def find_unresponsive_servers(http: aiohttp.ClientSession, servers: Collec
 def describe_error(error: BaseException) -> str:
     """Return the error in a few words; timeouts have no text of their own."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _iter_fronted_agents(settings: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield the agents in the fields of an environment server; `agent_server` may omit its type."""
+    for key, value in settings.items():
+        if not isinstance(value, Mapping) or not isinstance(name := value.get("name"), str):
+            continue
+        if value.get("type", AGENT_SERVERS if key == "agent_server" else None) == AGENT_SERVERS:
+            yield name
 
 
 def _iter_server_references(value: Any) -> Iterator[str]:

@@ -13,6 +13,7 @@ from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
+from nemo_rl.environments.nemo_gym.failures import CLASS_OF_KIND, CLASS_OF_STAGE
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.assembly import assemble_batch
 from nemo_rl.experience.gym_runtime import GymRuntime
@@ -35,6 +36,7 @@ from nemo_rl.types import (
 from tests.fakes import gym_stack
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.gym_stack import FakeGymStack, Script, row_of, script_of_row
+from tests.fakes.gym_vocabulary import KINDS, STAGES
 from tests.unit.experience.rollout_setup import LIMITS, check_environment
 from tests.unit.gateway.engines import DEADLINE_S, SpeakingGeneration, codec_of, encoder_of, rules, tokens_of
 
@@ -77,6 +79,7 @@ def use(
     max_model_len: int = 4096,
     stall_timeout_s: float = DEADLINE_S,
     trajectory_selection: Any = "all",
+    front: str | None = None,
     **section: Any,
 ) -> None:
     """Run `body`; whatever happened, neither a session nor a call may be left in the gateway."""
@@ -85,8 +88,8 @@ def use(
         engine = generation or SpeakingGeneration("chatml", hello)
         the_rules = rules(max_model_len=max_model_len)
         manager = await GatewayManager.start(engine, codec_of("chatml"), the_rules, GatewayConfig(num_servers=2))
-        stack = FakeGymStack(script=script, policy_base_url=manager.default_base_url, policy_api_key=manager.api_key)
-        async with stack:
+        policy = {"policy_base_url": manager.default_base_url, "policy_api_key": manager.api_key}
+        async with FakeGymStack(script=script, front=front, **policy) as stack:
             settings: dict[str, Any] = {"timeout_s": DEADLINE_S, "retry_backoff_s": 0.01} | section
             client = GymClient(NemoGymConfig(head_url=stack.head_url, **settings))
             await client.connect(["agent"])
@@ -349,6 +352,34 @@ def test_what_gym_does_wrong_fails_one_rollout_with_its_class(
     assert failure.failure_class is failure_class
     assert cause in failure.cause
     assert not rollouts[1].rewards
+
+
+def check_failures(rows: Sequence[Any], front: str, expected: Sequence[FailureClass]) -> None:
+    """Run the rows: none has a reward, and all keep the tokens that were sampled for them."""
+    trajectories = rollouts_of(*rows, front=front)
+    assert [t.failure.failure_class if t.failure else None for t in trajectories] == list(expected)
+    assert all(t.stop_reason is StopReason.FAILED and not t.rewards for t in trajectories)
+    assert all(t.num_turns == 1 for t in trajectories)
+
+
+def test_each_failure_of_an_episode_has_the_class_of_its_kind_and_no_reward() -> None:
+    failures = [{"failure_kind": kind, "failure_reason": "broke", "terminal": True} for kind in sorted(KINDS)]
+    failures += [{"stage": stage, "failure_reason": "broke", "terminal": True} for stage in sorted(STAGES)]
+    expected = [CLASS_OF_KIND[kind] for kind in sorted(KINDS)] + [CLASS_OF_STAGE[stage] for stage in sorted(STAGES)]
+    check_failures([row_of("?", script={"failure": failure}) for failure in failures], "single_agent_turn", expected)
+
+
+def test_each_failure_that_a_relayed_reply_reports_has_the_class_of_its_kind_and_no_reward() -> None:
+    marks: list[dict[str, Any]] = [{"mask_sample": True, "failure_kind": kind} for kind in sorted(KINDS)]
+    marks += [{"_ng_failure_class": kind} for kind in sorted(KINDS)]
+    rows = [row_of("?", script={"reward": 0.0, "adds": each}) for each in marks]
+    check_failures(rows, "legacy_agent", [CLASS_OF_KIND[kind] for kind in sorted(KINDS)] * 2)
+
+
+def test_a_failure_says_its_kind_stage_and_reason() -> None:
+    failure = {"failure_kind": "judge_failed", "stage": "verification", "failure_reason": "away", "terminal": False}
+    _, cause = failure_of(row_of("?", script={"failure": failure}), front="single_agent_turn")
+    assert cause.endswith("/run: judge_failed at stage verification: away")
 
 
 def test_other_log_probs_than_were_sampled_are_refused() -> None:
