@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 from nemo_rl.config import master
-from nemo_rl.config.data import DatasetConfig, check_prompt_file, name_validation_sets, resolve_dataset
+from nemo_rl.config.data import DataConfig, DatasetConfig, check_prompt_file, name_validation_sets, resolve_dataset
 from nemo_rl.config.entry_checks import check_distillation, check_environments, check_grpo, check_scorers
 from nemo_rl.config.layout_planner import make_layout, make_policy_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
@@ -363,7 +363,19 @@ def check_data(config: RolloutRunConfig | SupervisedRunConfig | RewardModelRunCo
         if getattr(config.data, field) == []:
             raise ConfigError(f"data.{field}", [], "must name a dataset")
     checks = [partial(_check_dataset, key, own) for key, own in config.data.datasets]
-    run_checks(checks, config)
+    run_checks((*checks, _check_mix), config)
+
+
+def _check_mix(config: RolloutRunConfig | SupervisedRunConfig | RewardModelRunConfig) -> None:
+    data = config.data
+    if not isinstance(data, DataConfig) or data.train_mix is None:
+        return
+    if not isinstance(config, RolloutRunConfig):
+        raise ConfigError("data.train_mix", data.train_mix, "supervised training does not read it; allowed: null")
+    count = len(data.datasets_of("train"))
+    if len(data.train_mix) != count:
+        problem = f"needs a number of prompts for each dataset of data.train, {count} here"
+        raise ConfigError("data.train_mix", data.train_mix, problem)
 
 
 def _check_dataset(

@@ -8,7 +8,7 @@ nemo_gym_dataset.py.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -98,6 +98,8 @@ class DataConfig(BaseDataConfig):
     overlong: Overlong = "drop"
     disjoint: bool = True  # drop training prompts that occur in a validation dataset
     train: DatasetConfig | list[DatasetConfig]
+    # Rollouts: prompts of each training dataset in turn, e.g. [24, 8], whatever their sizes; null: they are one set.
+    train_mix: list[Annotated[int, Field(gt=0)]] | None = None
     validation: DatasetConfig | list[DatasetConfig] | None = None
 
     @property

@@ -5,9 +5,11 @@ import random
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from nemo_rl.data.prompt_screen import PromptScreen, Verdict
+from nemo_rl.data.prompt_sets import SEED_STRIDE
 from nemo_rl.data.prompts import Blend
 from nemo_rl.errors import DataError, UnusableRowError
 from nemo_rl.types import Prompt
@@ -34,6 +36,10 @@ class PromptLoader:
     The order of an epoch is a function of (seed, epoch) alone, so the state is a count and the indices of re-queued
     prompts. Prompts are read from `prompts` when they are taken, so those of a large file are never all in memory, and
     screened then. One that the screen drops is consumed: positions count all prompts, so they do not depend on it.
+
+    With a `mix` the datasets, of `sizes` consecutive prompts, take turns: mix[d] prompts of dataset d, again and again,
+    each dataset in an order of its own that begins anew at its end. Example: sizes (2, 8) and mix (1, 2), unshuffled:
+    0, 2, 3, 1, 4, 5, 0, 6, 7, 1, an epoch. An epoch has as many prompts as all datasets together.
     """
 
     def __init__(
@@ -44,10 +50,12 @@ class PromptLoader:
         seed: int,
         max_epochs: int,
         screen: PromptScreen | None = None,
+        sizes: Sequence[int] = (),
+        mix: Sequence[int] = (),
     ) -> None:
-        """By default no prompt is screened out."""
-        if not prompts:
-            raise DataError("there are no prompts to train on")
+        """By default no prompt is screened out, and all prompts are one dataset."""
+        if not prompts or (mix and not all(sizes)):
+            raise DataError("there are no prompts to train on" if not prompts else f"datasets of {list(sizes)} prompts")
         self._screen = screen or PromptScreen()
         self._prompts = prompts
         self._shuffle = shuffle
@@ -55,8 +63,9 @@ class PromptLoader:
         self._max_epochs = max_epochs
         self._next = 0
         self._put_back: tuple[int, ...] = ()  # indices before the next one that are to be taken again
-        self._order: tuple[int, Sequence[int]] = (0, self._epoch_order(0))
-        self._fingerprint = fingerprint(self._prompts, shuffle=shuffle, seed=seed)  # once, for every state
+        self._mix, self._sizes = (tuple(mix), tuple(sizes)) if mix else ((1,), (len(prompts),))
+        self._orders: dict[int, tuple[int, Sequence[int]]] = {}  # of each dataset: its last epoch, and that order
+        self._fingerprint = fingerprint(self._prompts, shuffle=shuffle, seed=seed, mix=mix)  # once, for every state
 
     @property
     def consumed(self) -> int:
@@ -114,10 +123,13 @@ class PromptLoader:
 
     def at(self, prompt_index: int) -> LoadedPrompt:
         """Return the prompt at an index of the training order, whether or not it was taken."""
-        epoch, offset = divmod(prompt_index, len(self._prompts))
-        if self._order[0] != epoch:
-            self._order = (epoch, self._epoch_order(epoch))
-        return LoadedPrompt(self._prompts[self._order[1][offset]], epoch, prompt_index)
+        block, offset = divmod(prompt_index, sum(self._mix))
+        ends = list(accumulate(self._mix))
+        dataset = next(index for index, end in enumerate(ends) if offset < end)
+        drawn = block * self._mix[dataset] + offset - (ends[dataset] - self._mix[dataset])  # of the dataset, before it
+        epoch, place = divmod(drawn, self._sizes[dataset])
+        index = sum(self._sizes[:dataset]) + self._order(dataset, epoch)[place]
+        return LoadedPrompt(self._prompts[index], epoch, prompt_index)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
@@ -140,8 +152,13 @@ class PromptLoader:
         verdict = self._screen.judge(loaded.prompt)
         return None if verdict is Verdict.DROP else replace(loaded, is_masked=verdict is Verdict.MASK)
 
-    def _epoch_order(self, epoch: int) -> Sequence[int]:
-        return epoch_order(len(self._prompts), epoch, shuffle=self._shuffle, seed=self._seed)
+    def _order(self, dataset: int, epoch: int) -> Sequence[int]:
+        known, order = self._orders.get(dataset, (None, ()))
+        if known != epoch:
+            seed = self._seed + SEED_STRIDE * dataset
+            order = epoch_order(self._sizes[dataset], epoch, shuffle=self._shuffle, seed=seed)
+            self._orders[dataset] = (epoch, order)
+        return order
 
 
 def epoch_order(count: int, epoch: int, *, shuffle: bool, seed: int) -> Sequence[int]:
@@ -153,9 +170,9 @@ def epoch_order(count: int, epoch: int, *, shuffle: bool, seed: int) -> Sequence
     return order
 
 
-def fingerprint(prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> str:
-    """Return a digest of what determines the training order: the prompts, their order, shuffling and seed."""
-    digest = hashlib.sha256(f"{seed}\n{shuffle}".encode())
+def fingerprint(prompts: Sequence[Prompt], *, shuffle: bool, seed: int, mix: Sequence[int] = ()) -> str:
+    """Return a digest of what determines the training order: the prompts, their order, shuffling, seed and mix."""
+    digest = hashlib.sha256(f"{seed}\n{shuffle}".encode() + (f"\n{list(mix)}".encode() if mix else b""))
     for prompt_id in prompts.prompt_ids() if isinstance(prompts, Blend) else (prompt.prompt_id for prompt in prompts):
         digest.update(f"\n{prompt_id}".encode())
     return digest.hexdigest()[:16]

@@ -4,9 +4,10 @@ import hashlib
 import json
 import logging
 import random
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -41,6 +42,7 @@ class PromptSet:
     name: str  # in metrics
     prompts: Sequence[Prompt]  # lazy prompts are made when needed: iterate over them instead of collecting them
     held_out: frozenset[int] = frozenset()  # `messages_key` of prompts that must not be drawn: they are validated on
+    sizes: tuple[int, ...] = ()  # of the training blend: prompts of each dataset, one after the other
 
     @property
     def task_names(self) -> frozenset[str]:
@@ -85,8 +87,10 @@ def load_prompt_sets(config: DataConfig, run_seed: int) -> tuple[PromptSet, tupl
     held_out_parts = [part for one in loaded["validation"] for part in one.parts]
     repeated = _find_held_out(train_parts, held_out_parts) if config.disjoint else HeldOut()
     validation_sets = tuple(PromptSet(one.name, Blend.of(one.parts)) for one in loaded["validation"])
-    train = PromptSet("train", Blend.of(train_parts, without=repeated.positions), repeated.messages)
-    return train, validation_sets
+    blend = Blend.of(train_parts, without=repeated.positions)
+    ends = accumulate((sum(len(part) for part in one.parts) for one in loaded["train"]), initial=0)
+    sizes = tuple(high - low for low, high in pairwise(bisect_left(blend.positions, end) for end in ends))
+    return PromptSet("train", blend, repeated.messages, sizes), validation_sets
 
 
 def load_input(config: InputDataConfig, limit: int | None = None) -> InputSet:

@@ -44,6 +44,8 @@ def make_source(
         seed=config.seed,
         max_epochs=algorithm.max_num_epochs,
         screen=run.screen,
+        sizes=run.train.sizes,
+        mix=config.data.train_mix or (),
     )
     if isinstance(config, DistillationRunConfig) and config.distillation.off_policy:
         return RecordedResponseSource(

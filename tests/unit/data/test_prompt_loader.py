@@ -61,3 +61,35 @@ def test_state_of_other_data_or_another_order_is_refused(other):
 def test_no_prompts_are_refused():
     with pytest.raises(DataError, match="no prompts"):
         loader(())
+
+
+def mixed(*, shuffle=False, mix=(1, 2), sizes=(2, 5)) -> PromptLoader:
+    return PromptLoader(PROMPTS, shuffle=shuffle, seed=3, max_epochs=3, sizes=sizes, mix=mix)
+
+
+def test_datasets_of_a_mix_take_turns_and_the_smaller_one_begins_again():
+    taken = ids(mixed().take(12))
+    assert [name for name, _ in taken] == ["p0", "p2", "p3", "p1", "p4", "p5", "p0", "p6", "p2", "p1", "p3", "p4"]
+    assert [epoch for _, epoch in taken] == [0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1]
+
+
+def test_each_epoch_of_a_mixed_dataset_holds_its_prompts_once():
+    names = [name for name, _ in ids(mixed(shuffle=True).take(21))]
+    small, large = [n for n in names if n in ("p0", "p1")], [n for n in names if n not in ("p0", "p1")]
+    assert len(small) == 7
+    assert sorted(small[:2]) == sorted(small[2:4]) == ["p0", "p1"]
+    assert sorted(large[:5]) == sorted(large[5:10]) == ["p2", "p3", "p4", "p5", "p6"]
+
+
+def test_a_resumed_mix_goes_on_and_another_mix_is_refused():
+    uninterrupted, resumed = mixed(shuffle=True), mixed(shuffle=True)
+    uninterrupted.take(8)
+    resumed.load_state_dict(uninterrupted.state_dict())
+    assert ids(resumed.take(10)) == ids(uninterrupted.take(10))
+    with pytest.raises(DataError, match="other training prompts"):
+        mixed(shuffle=True, mix=(2, 1)).load_state_dict(uninterrupted.state_dict())
+
+
+def test_a_mix_needs_prompts_of_every_dataset():
+    with pytest.raises(DataError, match=r"datasets of \[0, 7\] prompts"):
+        mixed(sizes=(0, 7))
