@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 RELATIVE_STD_TOLERANCE = 1e-6  # a deviation below this share of the largest magnitude is rounding
 CANCELLATION_TOLERANCE = 1e-4  # the same for a sum of normalised rewards, to which STD_EPSILON adds an error
-MIN_SHARE_OF_GROUP_STD = 0.5  # leave-one-out: lower bound of the others' deviation, as a share of the group's
 STD_EPSILON = 1e-6
+MIN_STD_SHARE = 0.5  # leave-one-out: lower bound of the others' deviation, as a share of the group's
 MIN_TOKEN_VARIANCE = 1e-8  # lower bound when tokens are whitened
 
 
@@ -74,10 +74,12 @@ class GroupRelativeAdvantages(RewardAdvantages):
         leave_one_out: bool = False,
         normalize: bool = True,
         std_epsilon: float = STD_EPSILON,
+        min_std_share: float = MIN_STD_SHARE,
         batch_std: bool = False,
     ) -> None:
         super().__init__(reward_kl)
         self._leave_one_out = leave_one_out
+        self._min_std_share = min_std_share
         self._normalize = normalize
         self._std_epsilon = std_epsilon
         self._batch_std = batch_std
@@ -88,7 +90,9 @@ class GroupRelativeAdvantages(RewardAdvantages):
 
     def compare(self, rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
         """Return each of the rewards [N] relative to its group."""
-        baseline, std = baseline_and_std(rewards, group, leave_one_out=self._leave_one_out)
+        baseline, std = baseline_and_std(
+            rewards, group, leave_one_out=self._leave_one_out, min_std_share=self._min_std_share
+        )
         advantages = rewards - baseline
         if not self._normalize:
             return advantages
@@ -105,10 +109,17 @@ class DecoupledAdvantages(GroupRelativeAdvantages):
         leave_one_out: bool = False,
         normalize: bool = True,
         std_epsilon: float = STD_EPSILON,
+        min_std_share: float = MIN_STD_SHARE,
         reward_weights: Mapping[str, float] | Sequence[float] | None = None,
     ) -> None:
         """Weigh rewards (arXiv 2601.05242) by name, 1 if not named, or in the alphabetical order of all names."""
-        super().__init__(reward_kl, leave_one_out=leave_one_out, normalize=normalize, std_epsilon=std_epsilon)
+        super().__init__(
+            reward_kl,
+            leave_one_out=leave_one_out,
+            normalize=normalize,
+            std_epsilon=std_epsilon,
+            min_std_share=min_std_share,
+        )
         self._reward_weights = reward_weights or {}
 
     @property
@@ -256,14 +267,14 @@ class TrajectoryIndex:
 
 
 def baseline_and_std(
-    rewards: torch.Tensor, group: torch.Tensor, *, leave_one_out: bool
+    rewards: torch.Tensor, group: torch.Tensor, *, leave_one_out: bool, min_std_share: float = MIN_STD_SHARE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and unbiased std of each reward's group, or of its others with `leave_one_out`: [N] float64 each.
 
     `group` [N] counts from 0 without gaps. Where no other reward exists the mean is the reward itself; the std is 0
     if fewer than two rewards define it, and if it is zero but for rounding. Otherwise the std of the others is
-    at least half of that of the whole group: it bounds |r - mean| / std by 2 sqrt(G), where others that are nearly
-    equal would make it as large as they are close.
+    at least `min_std_share` of that of the whole group: half of it bounds |r - mean| / std by 2 sqrt(G), where others
+    that are nearly equal would make it as large as they are close.
 
     Example: leave-one-out of one group [1, 2, 3]: means [2.5, 2, 1.5], stds [.7071, 1.4142, .7071]; of
     [0, .3, .3, .3, .3, .3, .3, .3001] the first std is .0530, half of the group's, in place of .00004.
@@ -285,7 +296,7 @@ def baseline_and_std(
     mean = (table[:, None] * peers).sum(-1) / num_peers.clamp(min=1)
     squares = ((table[:, None] - mean[..., None]).square() * peers).sum(-1)
     std = (squares / (num_peers - 1).clamp(min=1)).sqrt()
-    least = MIN_SHARE_OF_GROUP_STD * _group_std(table, counts) if leave_one_out else torch.zeros_like(std)
+    least = min_std_share * _group_std(table, counts) if leave_one_out else torch.zeros_like(std)
     std = torch.where(_is_rounding_error(std, table.abs().amax(-1, keepdim=True)), 0.0, std.maximum(least))
     baseline = torch.where(num_peers > 0, mean, table)
     return baseline[group, index_in_group], std.expand_as(table)[group, index_in_group]

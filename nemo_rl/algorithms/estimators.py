@@ -31,6 +31,8 @@ class GroupEstimatorConfig(AdvantageEstimatorConfig):
     minus_baseline: bool = True  # reinforce_plus_plus: subtract the group's mean
     normalization_scope: Literal["group", "batch"] = "group"  # grpo: whose standard deviation divides
     std_epsilon: float = Field(default=1e-6, ge=0)  # added to the standard deviation
+    # use_leave_one_out_baseline: the others' deviation is at least this share of the group's; 0: as it is (NeMo-RL)
+    min_std_share: float = Field(default=0.5, ge=0, le=1)
 
 
 class GRPOEstimatorConfig(GroupEstimatorConfig):
@@ -80,6 +82,7 @@ def _make_group_relative(section: GRPOEstimatorConfig, loss: LossConfig) -> "Adv
         leave_one_out=section.use_leave_one_out_baseline,
         normalize=section.normalize_rewards,
         std_epsilon=section.std_epsilon,
+        min_std_share=section.min_std_share,
         batch_std=section.normalization_scope == "batch",
     )
 
@@ -161,6 +164,7 @@ def _make_gdpo(section: GDPOEstimatorConfig, loss: LossConfig) -> "AdvantageEsti
         leave_one_out=section.use_leave_one_out_baseline,
         normalize=section.normalize_rewards,
         std_epsilon=section.std_epsilon,
+        min_std_share=section.min_std_share,
         reward_weights=section.reward_weights,
     )
 

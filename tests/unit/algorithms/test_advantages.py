@@ -427,3 +427,23 @@ def test_a_batch_without_advantages_or_without_sampled_tokens_has_metrics() -> N
     assert batch_metrics(batch)["mean_prompt_length"] == 3
     assert batch_metrics(batch)["advantages/max"] == 0
     assert "advantages/mean" not in batch_metrics(batch.exclude("advantages"))
+
+
+@given(st.lists(st.floats(0, 1, width=16), min_size=4, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_without_a_bound_the_deviation_is_that_of_the_others(rewards: list[float]) -> None:
+    """As NeMo-RL computes it, from its formula: the unbiased deviation of the other rewards of the group."""
+    _, std = baseline_and_std(
+        torch.tensor(rewards), torch.zeros(4, dtype=torch.long), leave_one_out=True, min_std_share=0
+    )
+    expected = [statistics.stdev([*rewards[:i], *rewards[i + 1 :]]) for i in range(4)]
+    assert std.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_bound_of_the_deviation_is_an_option() -> None:
+    rewards = [0.0, 0.5, 0.5, 0.51]
+    options = {"use_leave_one_out_baseline": True}
+    (bounded, *_), (free, *_) = of_rewards(rewards, **options), of_rewards(rewards, **options, min_std_share=0)
+    others = statistics.stdev(rewards[1:])
+    assert free == pytest.approx((0 - statistics.mean(rewards[1:])) / others, rel=1e-3)
+    assert bounded == pytest.approx((0 - statistics.mean(rewards[1:])) / (statistics.stdev(rewards) / 2), rel=1e-3)
