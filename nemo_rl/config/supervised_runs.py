@@ -37,7 +37,9 @@ class SFTDataConfig(DataConfig):
     # NeMo-RL's switches of what the template's text lacks: the first and the last token, and whether the tokens that
     # open an answer are its prompt (true) or trained on.
     add_bos: bool = False
-    add_eos: bool = False  # append the last token if the template's text lacks it
+    # The end-of-sequence token that the template's text lacks: null: of each answer; true: of the conversation; false:
+    # it is not added.
+    add_eos: bool | None = None
     # true: the tokens that open an answer are its prompt; false: they are trained on
     add_generation_prompt: bool = True
     # Longer conversations, which are counted: drop, mask (they keep their place in a batch, with no weight in the loss:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -88,6 +88,8 @@ def _parse_arguments(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
 
+
+AnswerEnd: TypeAlias = Literal["token", "text", "open"]
 
 KEY = "policy.tokenizer.chat_template"
 SENTINEL = "nemoRlStandIn"  # letters only: no template escapes or strips them
@@ -199,11 +201,14 @@ class ChatEncoder:
             token_ids = token_ids[1:]
         return _to_message_log(new_messages, token_ids)
 
-    def encode_answer(self, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+    def encode_answer(
+        self, message: Message, tools: Sequence[Mapping[str, Any]] = (), *, end: AnswerEnd = "token"
+    ) -> tuple[int, ...]:
         """Return the tokens that the model should write for an assistant's message in a turn that has been opened.
 
-        They are the template's text of the message, up to the token that ends its turn; if the template ends turns
-        by text alone, the end-of-sequence token replaces that.
+        They are the template's text of the message, up to the token that ends its turn. If the template ends turns by
+        text alone, `end` decides: the end-of-sequence token replaces that text, it stays, or the answer is left open
+        for the next turn, which begins with it.
 
         Raises ConfigError when the template refuses the message, drops its text or its thinking, or renders it
         differently from the opening of a turn.
@@ -214,7 +219,13 @@ class ChatEncoder:
                 raise ChatTemplateError("its thinking is not rendered, so it cannot be trained on")
         except ChatTemplateError as error:
             raise self._template_error(["assistant"], error) from error
-        return self._encode(text) if is_ended else (*self._encode(text), self.stop_token_ids[0])
+        if is_ended or end == "open":
+            return self._encode(text)
+        return (
+            (*self._encode(text), self.stop_token_ids[0])
+            if end == "token"
+            else self._encode(text + self._text_after_answer)
+        )
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Return the text of sampled tokens, without a final stop token and, unless kept, other special tokens."""

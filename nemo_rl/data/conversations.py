@@ -118,11 +118,16 @@ def make_prompt_encoder(encoder: ChatEncoder) -> EncodePrompt:
 
 
 def encode_conversation(
-    encoder: ChatEncoder, conversation: Conversation, encode_prompt: EncodePrompt | None = None
+    encoder: ChatEncoder,
+    conversation: Conversation,
+    encode_prompt: EncodePrompt | None = None,
+    *,
+    adds_end_tokens: bool = True,
 ) -> SupervisedSample:
     """Return the tokens that a rollout of this conversation would have, had the model written the assistant's messages.
 
-    `encode_prompt` encodes a first prompt without tools; None: the encoder does.
+    `encode_prompt` encodes a first prompt without tools; None: the encoder does. With `adds_end_tokens` the
+    end-of-sequence token ends each answer that the template ends by text alone.
 
     Raises ConfigError when the chat template refuses a message, or renders the assistant's in a way of its own.
     """
@@ -139,11 +144,13 @@ def encode_conversation(
             context = flat_token_ids(encoder.encode_prompt(waiting, tools))
         else:
             context = encode_prompt(tuple(waiting))
-        answer = TokenizedMessage(message, encoder.encode_answer(message, tools))
+        own_end = "text" if message is conversation.messages[-1] else "open"
+        token_ids = encoder.encode_answer(message, tools, end="token" if adds_end_tokens else own_end)
+        answer = TokenizedMessage(message, token_ids)
         parts += [(context, False), (answer.token_ids, True)]
         waiting = []
-    token_ids = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in parts])
-    return SupervisedSample(token_ids, np.repeat([trained for _, trained in parts], [len(ids) for ids, _ in parts]))
+    joined = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in parts])
+    return SupervisedSample(joined, np.repeat([trained for _, trained in parts], [len(ids) for ids, _ in parts]))
 
 
 def encode_conversations(
@@ -153,15 +160,16 @@ def encode_conversations(
     max_tokens: int,
     overlong: Overlong | Literal["truncate"],
     add_bos: bool = False,
-    add_eos: bool = False,
+    add_eos: bool | None = None,
     train_on_opening: bool = False,
 ) -> SupervisedDataset:
     """Encode a whole set; a conversation of more than `max_tokens` tokens is masked, dropped, truncated or refused.
 
     It is counted, except for the last, which raises ConfigError.
 
-    `add_bos` and `add_eos` write the tokenizer's first and last token if the template does not; with
-    `train_on_opening` the tokens that open an answer are trained on too.
+    `add_bos` and `add_eos` write the tokenizer's first and last token if the template does not; by default its last
+    token ends each answer that the template ends by text alone, with `add_eos` false none. With `train_on_opening` the
+    tokens that open an answer are trained on too.
 
     Raises DataError when none is left, and as `encode_conversation` does.
     """
@@ -171,7 +179,7 @@ def encode_conversations(
         if time.monotonic() - reported_at > REPORT_PERIOD_S:
             reported_at = time.monotonic()
             logger.info("%s: encoded %d of %d conversations", loaded.name, number, len(loaded.examples))
-        sample = encode_conversation(encoder, conversation, encode_prompt)
+        sample = encode_conversation(encoder, conversation, encode_prompt, adds_end_tokens=add_eos is None)
         if train_on_opening:
             sample = sample.with_openings(encoder.num_opening_tokens)
         if add_bos or add_eos:

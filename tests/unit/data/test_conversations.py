@@ -255,3 +255,22 @@ def test_the_edges_of_a_set_are_its_tokenizers() -> None:
     assert found.token_mask.tolist() == expected.token_mask.tolist()
     assert (found.token_ids[0], found.token_ids[-1]) == (first, last)
     assert encoded(add_bos=True).token_ids.tolist() == plain.with_edges(first, None).token_ids.tolist()
+
+
+def test_without_an_end_of_its_own_an_answer_ends_as_add_eos_says() -> None:
+    """A template that ends turns by text alone: the conversation's text, with or without the last token."""
+    tokenizer = byte_tokenizer("plain_text")
+    encoder = ChatEncoder(tokenizer)
+    talk = (ASKED, ANSWERED, Message("user", "3+3"), Message("assistant", "6"))
+    whole = rendered(tokenizer, Conversation(talk))
+    _, last = encoder.edge_token_ids
+    loaded = ExampleSet("talks", (Conversation(talk),))
+
+    def encoded(add_eos: bool | None) -> list[int]:
+        dataset = encode_conversations(encoder, loaded, max_tokens=500, overlong="refuse", add_eos=add_eos)
+        return dataset.samples[0].rows[0].token_ids.tolist()
+
+    plain = tokenizer.encode(whole, add_special_tokens=False)
+    assert encoded(False) == plain
+    assert encoded(True) == [*plain, last]
+    assert encoded(None).count(last) == 2
