@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import Field
+
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.environment import EnvironmentConfig
 from nemo_rl.config.kinds import Entry
@@ -30,13 +32,15 @@ class SlidingPuzzleEnvironmentConfig(EnvironmentConfig):
 
     move_reward: float = 0.0  # added for each legal move
     invalid_move_penalty: float = 0.0  # subtracted for an illegal or missing move
+    max_moves: int | None = Field(default=None, gt=0)  # actions after which a game ends; None: grpo.max_rollout_turns
 
 
 class SlidingPuzzleEnvironment:
     """One move per turn; reward `sliding_puzzle` is 1 when solved.
 
     Reward `moves` adds `move_reward` for each legal move and subtracts `invalid_move_penalty` for an illegal or
-    missing one; the board is then shown again. States come from `generate_puzzle`.
+    missing one; the board is then shown again. A response without an action is none of `max_moves`. States come from
+    `generate_puzzle`.
     """
 
     def __init__(self, name: str, section: SlidingPuzzleEnvironmentConfig) -> None:
@@ -51,17 +55,21 @@ class SlidingPuzzleEnvironment:
         response, size, board = conversation[-1].content, int(state["size"]), tuple(state["board"])
         action = parse_action(response)
         moved = None if action is None else slide(board, size, action)
+        limit, is_over = self._section.max_moves, False
+        if limit is not None:
+            num_moves = int(state.get("num_moves", 0)) + (action is not None)
+            is_over, state = num_moves >= limit, {**state, "num_moves": num_moves}
         if moved is None:
             problem = "That is no move" if action is None else f"No tile can move {action}"
             observation = Message("user", f"{problem}.\n{render(board, size)}")
             penalty = {"moves": -self._section.invalid_move_penalty, "sliding_puzzle": 0.0}
-            return EnvStep((observation,), rewards=penalty, done=False, state=state)
+            return EnvStep((observation,), rewards=penalty, done=is_over, state=state)
         solved = moved == solved_board(size)
         text = "Solved." if solved else render(moved, size)
         return EnvStep(
             (Message("user", text),),
             rewards={"moves": self._section.move_reward, "sliding_puzzle": float(solved)},
-            done=solved,
+            done=solved or is_over,
             state={**state, "board": list(moved)},
             answer=action,
         )
@@ -127,13 +135,23 @@ def generate_puzzle(size: int, shuffle_moves: int, seed: int) -> dict[str, Any]:
 def puzzle_rows(section: DatasetConfig, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of the dataset `nemo_rl.environments.sliding_puzzle.puzzle_rows`: `section.size` puzzles (1000).
 
-    `task_kwargs` sets the difficulty: `size` of the board (3) and `shuffle_moves` (10). Raises ConfigError for any
-    other key.
+    `task_kwargs` sets the difficulty: `size` of the board (3) and `shuffle_moves` (10), each a number, or a list of the
+    least and the greatest, between which each puzzle's is drawn. Raises ConfigError for any other key or value.
     """
     kwargs = {"size": 3, "shuffle_moves": 10} | section.task_kwargs
     for index in range(section.size or NUM_PUZZLES):
+        puzzle_seed = seed * PUZZLES_PER_SEED + index
         try:
-            state = generate_puzzle(**kwargs, seed=seed * PUZZLES_PER_SEED + index)
+            drawn = {name: _draw(value, f"{name}/{puzzle_seed}") for name, value in kwargs.items()}
+            state = generate_puzzle(**drawn, seed=puzzle_seed)
         except (TypeError, ValueError) as error:
             raise ConfigError("task_kwargs", section.task_kwargs, str(error)) from error
         yield {"messages": [{"role": "user", "content": RULES + render(state["board"], state["size"])}], **state}
+
+
+def _draw(value: Any, seed: str) -> Any:
+    """Return a number drawn from `[least, greatest]`, or a value that is no list as it is."""
+    if not isinstance(value, list):
+        return value
+    least, greatest = value
+    return random.Random(seed).randint(least, greatest)

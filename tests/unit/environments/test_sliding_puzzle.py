@@ -115,3 +115,28 @@ def test_difficulty_that_no_puzzle_has_is_a_config_error(kwargs: dict[str, Any])
     section = DatasetConfig(dataset_name=PATH, task_kwargs=kwargs)
     with pytest.raises(ConfigError, match=r"data\.train\.task_kwargs"):
         load_prompt_sets(DataConfig(train=section), run_seed=0)
+
+
+def test_game_ends_with_the_last_of_its_moves_legal_or_not() -> None:
+    state: dict[str, Any] = {"size": 2, "board": [1, 2, 0, 3]}
+    outcomes = []
+    for text in ("thinking", "<action>down</action>", "<action>down</action>"):
+        step = step_once(text, state, max_moves=2)
+        assert isinstance(step, EnvStep)
+        state = dict(step.state)
+        outcomes.append((step.done, state["num_moves"], step.rewards["sliding_puzzle"]))
+    assert outcomes == [(False, 0, 0.0), (False, 1, 0.0), (True, 2, 0.0)]
+
+
+def test_difficulty_of_a_range_is_drawn_for_each_puzzle() -> None:
+    section = DatasetConfig(dataset_name=PATH, size=60, task_kwargs={"size": [2, 4], "shuffle_moves": [1, 9]})
+    rows = list(puzzle_rows(section, seed=5))
+    assert rows == list(puzzle_rows(section, seed=5))
+    assert {row["size"] for row in rows} == {2, 3, 4}
+
+
+@pytest.mark.parametrize("size", [[2], [4, 2], [2, "large"]])
+def test_a_range_that_is_none_is_a_config_error(size: list[Any]) -> None:
+    section = DatasetConfig(dataset_name=PATH, task_kwargs={"size": size})
+    with pytest.raises(ConfigError, match=r"data\.train\.task_kwargs"):
+        load_prompt_sets(DataConfig(train=section), run_seed=0)
