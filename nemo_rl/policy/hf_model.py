@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -191,6 +192,18 @@ def open_tensors(
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that are sharded and recomputed one at a time."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str], *, key: str) -> None:
+    """Train no parameter whose full name fits one of the patterns; raises ConfigError if none fits or is left."""
+    names = {name for name, _ in model.named_parameters() if any(fnmatchcase(name, one) for one in patterns)}
+    if patterns and not names:
+        raise ConfigError(key, list(patterns), "no parameter of the model has such a name, e.g. *.layers.0.*")
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(key, list(patterns), "all parameters of the model have such names: nothing would be trained")
 
 
 def recompute_activations(layers: Iterable[nn.Module]) -> None:

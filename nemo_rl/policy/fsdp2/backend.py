@@ -70,6 +70,8 @@ class TrainedDTensorConfig(DTensorConfig):
     """FSDP2 of a model that is trained, all weights or adapters alone."""
 
     lora_cfg: LoraAdapterConfig = LoraAdapterConfig.with_defaults()
+    # patterns of the full names of weights that are not trained, e.g. *.gate.weight, the routers of most models
+    frozen_parameters: list[str] = Field(default_factory=list)
 
     @property
     def adapters(self) -> str | None:

@@ -122,6 +122,8 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
         module.truncation = self.truncation
         if is_frozen:
             module.requires_grad_(False)
+        else:
+            hf_model.freeze_parameters(model, section.frozen_parameters, key="policy.dtensor_cfg.frozen_parameters")
         if sharding.should_compile(model, section, self.device):
             sharding.compile_layers(model)
         if section.activation_checkpointing and not is_frozen:

@@ -12,6 +12,7 @@ from nemo_rl.policy.hf_model import (
     WeightFiles,
     decoder_layers,
     empty_model,
+    freeze_parameters,
     load_config,
     load_model,
     matmul_parameters,
@@ -142,3 +143,16 @@ def test_embedding_counts_only_where_it_is_the_output_head_too() -> None:
 def test_operations_of_one_sequence() -> None:
     config = Qwen2Config(hidden_size=8, num_attention_heads=2, num_hidden_layers=2)
     assert train_flops(1000, config, [10]) == 6 * 1000 * 10 + 6 * 2 * 8 * 100
+
+
+def test_parameters_of_a_pattern_are_not_trained() -> None:
+    model = MODELS["qwen2"]()
+    freeze_parameters(model, ["*.layers.0.*", "*.norm.weight"], key="k")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert not any(".layers.0." in name for name in trained)
+    assert "model.norm.weight" not in trained
+    assert "model.layers.1.mlp.gate_proj.weight" in trained
+    with pytest.raises(ConfigError, match=r"k = \['\*\.gate\.weight'\]: no parameter of the model"):
+        freeze_parameters(model, ["*.gate.weight"], key="k")
+    with pytest.raises(ConfigError, match="nothing would be trained"):
+        freeze_parameters(model, ["*"], key="k")
