@@ -11,5 +11,7 @@ import sys
 from nemo_rl.command_line import run_command
 from nemo_rl.launch.recipe_commands import DISTILLATION_JOB
 
+HINT = "NeMo-RL's default is --config distillation_math"
+
 if __name__ == "__main__":
-    sys.exit(run_command(DISTILLATION_JOB.command(__doc__ or "", "distillation")))
+    sys.exit(run_command(DISTILLATION_JOB.command(__doc__ or "", "distillation", hint=HINT)))

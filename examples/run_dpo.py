@@ -10,5 +10,7 @@ import sys
 from nemo_rl.command_line import run_command
 from nemo_rl.launch.recipe_commands import DPO_JOB
 
+HINT = "NeMo-RL's default is --config dpo"
+
 if __name__ == "__main__":
-    sys.exit(run_command(DPO_JOB.command(__doc__ or "", "dpo")))
+    sys.exit(run_command(DPO_JOB.command(__doc__ or "", "dpo_quickstart", hint=HINT)))

@@ -11,5 +11,7 @@ import sys
 from nemo_rl.command_line import run_command
 from nemo_rl.launch.recipe_commands import EVAL_JOB
 
+HINT = "NeMo-RL's default is --config evals/eval"
+
 if __name__ == "__main__":
-    sys.exit(run_command(EVAL_JOB.command(__doc__ or "", "eval")))
+    sys.exit(run_command(EVAL_JOB.command(__doc__ or "", "eval", hint=HINT)))

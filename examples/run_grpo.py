@@ -11,5 +11,7 @@ import sys
 from nemo_rl.command_line import run_command
 from nemo_rl.launch.recipe_commands import GRPO_JOB
 
+HINT = "NeMo-RL's default is --config grpo_math_1B"
+
 if __name__ == "__main__":
-    sys.exit(run_command(GRPO_JOB.command(__doc__ or "", "quickstart")))
+    sys.exit(run_command(GRPO_JOB.command(__doc__ or "", "quickstart", hint=HINT)))

@@ -10,5 +10,7 @@ import sys
 from nemo_rl.command_line import run_command
 from nemo_rl.launch.recipe_commands import REWARD_MODEL_JOB
 
+HINT = "NeMo-RL's default is --config rm"
+
 if __name__ == "__main__":
-    sys.exit(run_command(REWARD_MODEL_JOB.command(__doc__ or "", "rm_quickstart")))
+    sys.exit(run_command(REWARD_MODEL_JOB.command(__doc__ or "", "rm_quickstart", hint=HINT)))

@@ -256,7 +256,7 @@ def _find_base(model: str | None, recipe: str | Path | None, algorithm: str, *, 
     """
     if recipe is not None:
         return recipe
-    packaged = {"grpo": "quickstart", "distillation": "distillation", "sft": "sft_quickstart", "dpo": "dpo"}
+    packaged = {"grpo": "quickstart", "distillation": "distillation", "sft": "sft_quickstart", "dpo": "dpo_quickstart"}
     is_small = model is None or model.startswith("nemo_rl/quickstart")
     return packaged.get(algorithm, algorithm) if is_small or not has_rows else None
 

@@ -24,6 +24,7 @@ VARIABLE = Cause("speed", "a variable of the recipe, which its other keys have r
 UNREAD = Cause("speed", "data.train names the dataset")
 HEADS = Cause("speed", "heads for further tokens are not trained; detached, they do not change the policy")
 RANKS = Cause("layout", "a reward model is whole on each GPU of reward_model")
+VALIDATED = ("grpo", "distillation", "sft", "dpo")
 UNRANKED = Cause("speed", "nothing is validated, so the newest checkpoints are kept")
 
 
@@ -167,13 +168,22 @@ def translate_variables(config: dict[str, Any], report: Report) -> None:
 
 def translate_ranking(config: dict[str, Any], report: Report) -> None:
     """Rank no checkpoints by a validation that never runs, as NeMo-RL does with a warning."""
-    checkpointing, grpo = config.get("checkpointing"), config.get("grpo")
-    if report.release is None or not isinstance(checkpointing, dict) or not isinstance(grpo, dict):
+    checkpointing, data = config.get("checkpointing"), config.get("data")
+    section = next((config[family] for family in VALIDATED if isinstance(config.get(family), dict)), None)
+    if report.release is None or not isinstance(checkpointing, dict) or section is None:
         return
     metric = checkpointing.get("metric_name")
-    if str(metric).startswith("val:") and grpo.get("val_period") == 0 and not grpo.get("val_at_end"):
+    has_data = not isinstance(data, dict) or bool(data.get("validation")) or _splits(data)
+    validates = has_data and (section.get("val_period") != 0 or section.get("val_at_end"))
+    if str(metric).startswith("val:") and not validates:
         checkpointing["metric_name"] = None
         report.skip("checkpointing.metric_name", metric, UNRANKED)
+
+
+def _splits(data: dict[str, Any]) -> bool:
+    """Return whether rows of a training dataset are held out."""
+    sections = [data.get("default"), *(data["train"] if isinstance(data.get("train"), list) else [data.get("train")])]
+    return any(one.get("split_validation_size") for one in sections if isinstance(one, dict))
 
 
 STEPS: tuple[Callable[[dict[str, Any], Report], None], ...] = (

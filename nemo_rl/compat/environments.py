@@ -71,7 +71,7 @@ class NemoRLEnvironment:
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
     ) -> Sequence[StepResult]:
         message_logs = [messages_to_dicts(conversation) for conversation in conversations]
-        returned = await self._call("step", message_logs, [dict(state) for state in states])
+        returned = await self._call("step", message_logs, [_to_metadata(state) for state in states])
         rewards = _rows_of(returned.rewards)
         terminated = _to_list(returned.terminateds)
         count = len(conversations)
@@ -127,6 +127,11 @@ def _rows_of(rewards: Any) -> list[Any]:
         return _to_list(rewards)
     columns = {str(name): _to_list(values) for name, values in rewards.items()}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _to_metadata(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state as NeMo-RL's processors make it, whose name for a row's answer is `ground_truth`."""
+    return {"ground_truth": state["answer"], **state} if "answer" in state else dict(state)
 
 
 def _parse_observation(message: Mapping[str, Any] | None) -> tuple[Message, ...]:

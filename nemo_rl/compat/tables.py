@@ -161,11 +161,29 @@ def choose_backend(config: dict[str, Any]) -> None:
 
 def find_models(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the sections of the policy and of every teacher."""
+    return (model for _, model in find_named_models(config))
+
+
+def find_named_models(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the sections of the policy and of every teacher, each with its key."""
     teachers = config.get("teachers")
-    listed = teachers.values() if isinstance(teachers, dict) else teachers if isinstance(teachers, list) else ()
-    for model in (config.get("policy"), config.get("teacher"), *listed):
+    listed = (
+        teachers.items() if isinstance(teachers, dict) else enumerate(teachers) if isinstance(teachers, list) else ()
+    )
+    named = [(name, config.get(name)) for name in ("policy", "teacher")]
+    for key, model in (*named, *((f"teachers.{name}", model) for name, model in listed)):
         if isinstance(model, dict):
-            yield model
+            yield key, model
+
+
+def reach(config: dict[str, Any], path: list[str]) -> dict[str, Any]:
+    """Return the mapping at a path; what is none on the way is replaced by an empty one."""
+    node = config
+    for name in path:
+        if not isinstance(node.get(name), dict):
+            node[name] = {}
+        node = node[name]
+    return node
 
 
 def is_foreign(config: dict[str, Any], key: str) -> bool:
@@ -213,6 +231,7 @@ def apply_release_defaults(config: dict[str, Any], release: str, report: Report)
     table = load_table("releases")
     defaults = table["defaults"] | (table["policy_gradient_defaults"] if "grpo" in config else {})
     defaults |= {} if "eval" in config else table["training_defaults"]
+    defaults |= table["sft_defaults"] if "sft" in config else {}
     for key, value in defaults.items():
         section, *path = key.split(".")
         if not isinstance(node := config.get(section), dict) or has(config, key.split(".")):

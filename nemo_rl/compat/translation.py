@@ -3,12 +3,10 @@
 `translate` runs on a resolved recipe, before the schema reads it; tables.py has single keys.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from nemo_rl.compat import counterparts, reward_model_recipes
+from nemo_rl.compat import counterparts, data_sections, environment_sections, megatron_models, reward_model_recipes
 from nemo_rl.compat.tables import (
     Cause,
     Report,
@@ -18,28 +16,22 @@ from nemo_rl.compat.tables import (
     find_models,
     find_release,
     load_table,
+    reach,
 )
 from nemo_rl.config.recipe_files import (
     COMMANDS,
     Family,
     at,
 )
-from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.errors import ConfigError
-from nemo_rl.recipes import find_prompt
 
 SUPERVISED: tuple[Family, ...] = ("sft", "dpo", "rm")
 SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "stop_strings")
 SERVER_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")
-DATASET_FIELDS = ("train", "validation", "input")
-MMLU_FILES = "https://openaipublic.blob.core.windows.net/simple-evals/mmlu_{language}.csv"
-RESPONSE_DATASETS = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
 ENGINE = Cause("speed", "vLLM samples the same distribution; write policy.generation.backend: vllm")
 FP8 = Cause("speed", "engines and layers compute in bfloat16 or float32")
 NO_TEACHER_LIST = Cause("results", "teachers are named by task: teachers.<task>, or teacher for all")
 SERVED_TEMPLATE = Cause("results", "the gateway renders what the policy is trained on: policy.tokenizer.chat_template")
-DEFAULT_VERIFIER = "math_verify"
-NOT_AN_ENVIRONMENT = Cause("results", "no such environment; write its class or function as env.<name>.type")
 OWN_VARIABLES = ("NRL_", "NEMO_RL_")  # NeMo-RL's own switches
 _RATIO_OPTIONS = ("force_on_policy_ratio", "ratio_clip_c")
 # NeMo-RL's switches of `loss_fn`: the loss that each turns on (ppo without any), and the options that it excludes.
@@ -48,11 +40,6 @@ LOSS_SWITCHES: dict[str, tuple[str, tuple[str, ...]]] = {
     "disable_ppo_ratio": ("reinforce", _RATIO_OPTIONS),
     "sequence_level_importance_ratios": ("gspo", ()),
 }
-# NeMo-RL's names: "val:validation-<set>_<metric>", up to 0.3 without "val:"; the set "default" is the only one.
-PREFERENCE_METRIC = re.compile(r"(?:val:)?validation-(?P<name>.+)")
-PREFERENCE_METRICS = (
-    "rewards_chosen_mean", "rewards_rejected_mean", "preference_loss", "sft_loss", "accuracy", "loss",
-)  # fmt: skip
 
 
 def translate_resolved(config: dict[str, Any], family: Family, *, allow_unsupported: bool = False) -> Report:
@@ -70,20 +57,22 @@ def _translate(config: dict[str, Any], family: Family, report: Report) -> None:
     release = report.release = find_release(config)
     if family == "eval":
         _move_sampled_model(config)
-    _spread_flat_data(config)
+    data_sections.spread_flat_data(config)
     if family == "rm" and release is not None:
         reward_model_recipes.admit(config, report)
     choose_backend(config)
     _clip_as_megatron(config)
     _rename(config, family)
     if family in ("dpo", "rm"):
-        _translate_preferences(config)
+        data_sections.translate_preferences(config)
     for step in _STEPS:
         step(config, report)
+    unmapped = megatron_models.find_unmapped(config)
     apply_rules(config, report)
+    megatron_models.train_elsewhere(unmapped, report)
     if family not in SUPERVISED:
         translate_loss_switches(config)
-    _name_datasets(config, family)
+    data_sections.name_datasets(config, family)
     if family in SUPERVISED:
         _translate_supervised(config, is_foreign=release is not None)
     if family == "rm" and release is not None:
@@ -164,23 +153,14 @@ def _rename(config: dict[str, Any], family: Family) -> None:
         if value is None or (algorithm is None and "{algorithm}" in new):
             continue
         *target, new_name = new.replace("{algorithm}", algorithm or "").split(".")
-        _reach(config, target).setdefault(new_name, value)
-
-
-def _reach(config: dict[str, Any], path: list[str]) -> dict[str, Any]:
-    node = config
-    for name in path:
-        if not isinstance(node.get(name), dict):
-            node[name] = {}
-        node = node[name]
-    return node
+        reach(config, target).setdefault(new_name, value)
 
 
 def _move_sampled_model(config: dict[str, Any]) -> None:
     """Move an evaluation's `generation` and `tokenizer` to `policy` and `server`, and its flat data to `data.input`."""
     generation = config.pop("generation", None)
     if isinstance(generation, dict):
-        policy = _reach(config, ["policy"])
+        policy = reach(config, ["policy"])
         engine = generation.get("vllm_cfg") if isinstance(generation.get("vllm_cfg"), dict) else {}
         assert isinstance(engine, dict)
         policy.setdefault("model_name", generation.get("model_name"))
@@ -190,14 +170,14 @@ def _move_sampled_model(config: dict[str, Any]) -> None:
             policy.setdefault("precision", engine["precision"])
         sampling = {name: generation[name] for name in SAMPLING_KEYS if generation.get(name) not in (None, -1)}
         policy["generation"] = sampling | (policy.get("generation") or {})
-        server = _reach(config, ["server"])
+        server = reach(config, ["server"])
         for name in SERVER_KEYS:
             if engine.get(name) is not None:
                 server.setdefault(name, engine[name])
         if generation.get("vllm_kwargs"):
             server.setdefault("vllm_kwargs", generation["vllm_kwargs"])
     if "tokenizer" in config:
-        _reach(config, ["policy"]).setdefault("tokenizer", config.pop("tokenizer"))
+        reach(config, ["policy"]).setdefault("tokenizer", config.pop("tokenizer"))
     data = config.get("data")
     if isinstance(data, dict) and "input" not in data and data.get("dataset_name"):
         names = {"problem_key": "input_key", "solution_key": "output_key", "data_paths": "data_path"}
@@ -209,28 +189,6 @@ def _move_sampled_model(config: dict[str, Any]) -> None:
         data["input"].pop("file_format", None)
         for key in [key for key, value in data.items() if value is None and key != "max_input_seq_length"]:
             del data[key]
-
-
-def _spread_flat_data(config: dict[str, Any]) -> None:
-    """Write the flat `data` section, up to release 0.5, as `data.train`, `data.validation` and `data.default`."""
-    data = config.get("data")
-    if not isinstance(data, dict) or "input" in data:
-        return
-    table = load_table("releases")
-    if "dataset_name" not in data or "train" in data:
-        for key in [key for key in table["flat_data"]["default"] if key in data and "train" in data]:
-            if (value := data.pop(key)) is not None:
-                _reach(data, ["default"]).setdefault(key, value)
-        return
-    moved = {field: {key: data.pop(key) for key in keys if key in data} for field, keys in table["flat_data"].items()}
-    train = {key: value for key, value in moved["train"].items() if value is not None}
-    data["train"] = train
-    data["default"] = {**moved["default"], **(data.get("default") or {})}
-    held_out = table["flat_validation"].get(train["dataset_name"])
-    if isinstance(held_out, Mapping):
-        data.setdefault("validation", dict(held_out))
-    elif held_out is not None and data.get("validation") is None:
-        train.setdefault("split_validation_size", held_out)
 
 
 def _clip_as_megatron(config: dict[str, Any]) -> None:
@@ -289,9 +247,9 @@ def _translate_served_chat(config: dict[str, Any], engine: Any, report: Report) 
     for name in ("tool_parser", "reasoning_parser"):
         parser = served.get(name)
         if parser is not None:  # an unlisted name is one of vLLM's registry, which the gateway looks up
-            _reach(config, ["gateway"]).setdefault(name, table[f"{name}s"].get(parser, parser))
+            reach(config, ["gateway"]).setdefault(name, table[f"{name}s"].get(parser, parser))
     if isinstance(served.get("default_chat_template_kwargs"), dict):
-        tokenizer = _reach(config, ["policy", "tokenizer"])
+        tokenizer = reach(config, ["policy", "tokenizer"])
         tokenizer["chat_template_kwargs"] = {
             **served["default_chat_template_kwargs"],
             **(tokenizer.get("chat_template_kwargs") or {}),
@@ -299,47 +257,9 @@ def _translate_served_chat(config: dict[str, Any], engine: Any, report: Report) 
     template = served.get("chat_template")
     own = at(config, ["policy", "tokenizer", "chat_template"])
     if template is not None and own in (None, "default") and at(config, ["env", "nemo_gym"]) is not None:
-        _reach(config, ["policy", "tokenizer"])["chat_template"] = template  # agents' rollouts are rendered with it
+        reach(config, ["policy", "tokenizer"])["chat_template"] = template  # agents' rollouts are rendered with it
     elif template is not None and template != own:
         report.refuse(f"{key}.chat_template", template, SERVED_TEMPLATE)
-
-
-def _translate_environments(config: dict[str, Any], report: Report) -> None:
-    """Write the math verifiers as kinds; remove unknown entries that no dataset uses and refuse the others."""
-    environments, data = config.get("env"), config.get("data")
-    if not isinstance(environments, dict):
-        return
-    used = _environment_names(data if isinstance(data, dict) else {})
-    for name, section in list(environments.items()):
-        if not isinstance(section, dict):
-            continue
-        if name == "dapo" and "type" not in section:
-            section.setdefault("math_verify_impl", "dapo_math_verify")
-            section["type"] = "math"
-        _name_verifier(section)
-        if "type" in section or name in ENVIRONMENTS.names or report.release is None:
-            continue
-        if name in used or not used:
-            report.refuse(f"env.{name}", "set", NOT_AN_ENVIRONMENT)
-        del environments[name]
-
-
-def _name_verifier(section: dict[str, Any]) -> None:
-    """Write NeMo-RL's verifier as the kind of the environment `math`; an unknown one is left for the table."""
-    verifiers = load_table("releases")["verifiers"]
-    for key in ("math_verify_impl", "verifier_type"):
-        kind = section.pop(key, None)
-        if verifiers.get(kind) == DEFAULT_VERIFIER:
-            continue
-        if kind in verifiers:
-            section["verifier"] = verifiers[kind]
-        elif kind is not None:
-            section[key] = kind
-
-
-def _environment_names(data: dict[str, Any]) -> set[Any]:
-    names = (one.get("env_name") for one in _dataset_sections(data))
-    return {name for name in names if isinstance(name, str)}
 
 
 def _translate_gym(config: dict[str, Any], report: Report) -> None:
@@ -351,7 +271,7 @@ def _translate_gym(config: dict[str, Any], report: Report) -> None:
         if name in section:
             value = section.pop(name)
             if "grpo" in config and value is not None:
-                _reach(config, ["reward_penalties"]).setdefault(name, value)
+                reach(config, ["reward_penalties"]).setdefault(name, value)
 
 
 def _collect_env_vars(config: dict[str, Any], report: Report) -> None:
@@ -368,7 +288,7 @@ def _collect_env_vars(config: dict[str, Any], report: Report) -> None:
             report.skip(f"{name}.env_vars.{key}", value, Cause("speed", "a switch of NeMo-RL's own code"))
         kept = {key: str(value) for key, value in values.items() if key not in own}
         if kept:
-            target = _reach(config, ["cluster", "env_vars"])
+            target = reach(config, ["cluster", "env_vars"])
             target.update({key: value for key, value in kept.items() if key not in target})
 
 
@@ -389,57 +309,10 @@ def _name_metric(config: dict[str, Any], report: Report) -> None:
         section["metric_name"] = load_table("releases")["metrics"].get(metric, metric)
 
 
-def _bound_prompts(config: dict[str, Any], report: Report) -> None:
-    """Bound prompts by the policy's length, as NeMo-RL does if `data` allows longer ones."""
-    data, total = config.get("data"), at(config, ["policy", "max_total_sequence_length"])
-    if report.release is None or not isinstance(data, dict) or not isinstance(total, int):
-        return
-    if isinstance(data.get("max_input_seq_length"), int):
-        data["max_input_seq_length"] = min(data["max_input_seq_length"], total)
-
-
-def _find_prompts(config: dict[str, Any], report: Report) -> None:
-    """Name the packaged prompt instead of NeMo-RL's file "examples/prompts/<name>" if that is not there."""
-    data = config.get("data")
-    for one in _dataset_sections(data) if isinstance(data, dict) else ():
-        for name in ("prompt_file", "system_prompt_file"):
-            path = Path(str(one.get(name)))
-            packaged = find_prompt(f"prompts/{path.name}")
-            if path.parts == ("examples", "prompts", path.name) and not path.is_file() and packaged.is_file():
-                one[name] = f"prompts/{path.name}"
-
-
 def _refuse_teacher_list(config: dict[str, Any], report: Report) -> None:
     if isinstance(config.get("teachers"), list):
         report.refuse("teachers", f"a list of {len(config['teachers'])}", NO_TEACHER_LIST)
         del config["teachers"]
-
-
-def _name_datasets(config: dict[str, Any], family: Family) -> None:
-    """Rewrite NeMo-RL's names of datasets, in place; a ResponseDataset is jsonl or huggingface, by its data_path."""
-    data = config.get("data")
-    if not isinstance(data, dict):
-        return
-    default = data.get("default") if isinstance(data.get("default"), dict) else {}
-    assert isinstance(default, dict)
-    names = load_table("releases")["datasets"]
-    for one in _dataset_sections(data):
-        if "max_samples" in one:
-            one["size"] = one.pop("max_samples")
-        name = str(one.get("dataset_name"))
-        if name.startswith("mmlu_") and name not in ("mmlu_pro", "mmlu_csv"):
-            one |= {"dataset_name": "mmlu_csv", "data_path": MMLU_FILES.format(language=name.removeprefix("mmlu_"))}
-        elif name.endswith(".csv"):
-            one |= {"dataset_name": "csv", "data_path": name}
-        name = one.get("dataset_name")
-        if (known := names.get(name) if isinstance(name, str) else None) is not None:
-            one.update({**known, **one, "dataset_name": known["dataset_name"]})
-    for one in _dataset_sections(data, DATASET_FIELDS):
-        if (one.get("dataset_name") or default.get("dataset_name")) in RESPONSE_DATASETS:
-            path = str(one.get("data_path") or default.get("data_path"))
-            one["dataset_name"] = "jsonl" if path.endswith((".jsonl", ".json")) else "huggingface"
-    if default.get("dataset_name") in RESPONSE_DATASETS:
-        del default["dataset_name"]
 
 
 def _translate_supervised(config: dict[str, Any], *, is_foreign: bool) -> None:
@@ -449,71 +322,22 @@ def _translate_supervised(config: dict[str, Any], *, is_foreign: bool) -> None:
         policy.pop("generation", None)
     if not isinstance(data, dict) or not is_foreign:
         return
-    for one in _dataset_sections(data):
+    for one in data_sections.dataset_sections(data):
         one.pop("env_name", None)
-
-
-def _translate_preferences(config: dict[str, Any]) -> None:
-    """Write the keys of preference data and the metrics of validation sets in this project's terms."""
-    data = config.get("data")
-    if isinstance(data, dict):
-        paths = data.pop("val_data_paths", None)  # keyed by the set's name in metrics
-        if isinstance(paths, dict) and not data.get("validation"):
-            data["validation"] = [{"name": key, "data_path": path} for key, path in paths.items()]
-        name = at(data, ["train", "dataset_name"])
-        if name is not None and at(data, ["default", "dataset_name"]) is None:  # the flat section has one for all
-            for one in _dataset_sections(data, ("validation",)):
-                one.setdefault("dataset_name", name)
-        for one in (one for one in _dataset_sections(data) if "prompt_key" in one):
-            one.setdefault("input_key", one.pop("prompt_key"))
-    section = config.get("checkpointing")
-    metric = section.get("metric_name") if isinstance(section, dict) else None
-    if isinstance(section, dict) and isinstance(metric, str):
-        section["metric_name"] = _rename_preference_metric(metric, data if isinstance(data, dict) else {})
-
-
-def _rename_preference_metric(text: str, data: dict[str, Any]) -> str:
-    """Return `val:<set>/<metric>`, or `val:<metric>` of the only set.
-
-    Example: "validation-my_sft_loss" is the loss of the set "my_sft" if that exists, else "sft_loss" of "my".
-    """
-    match = PREFERENCE_METRIC.fullmatch(text)
-    if match is None:
-        return text
-    splits = [
-        (match["name"].removesuffix(f"_{metric}"), metric)
-        for metric in PREFERENCE_METRICS
-        if match["name"].endswith(f"_{metric}")
-    ]
-    if not splits:
-        return text
-    sets = list(_dataset_sections(data, ("validation",)))
-    names = [one.get("name") for one in sets]
-    name, metric = next((split for split in splits if split[0] in names), splits[0])
-    is_only = len(sets) == 1 and not at(data, ["train", "split_validation_size"])
-    return f"val:{metric}" if name == "default" or (is_only and name in names) else f"val:{name}/{metric}"
-
-
-def _dataset_sections(
-    data: dict[str, Any], fields: Sequence[str] = (*DATASET_FIELDS, "default")
-) -> Iterator[dict[str, Any]]:
-    """Yield the section, or the list of sections, of each of the fields of `data`."""
-    for field in fields:
-        sections = data.get(field)
-        yield from (one for one in (sections if isinstance(sections, list) else [sections]) if isinstance(one, dict))
 
 
 _STEPS: tuple[Callable[[dict[str, Any], Report], None], ...] = (
     *counterparts.STEPS,
     _translate_validation,
     _translate_engine,
-    _translate_environments,
+    data_sections.translate_loaders,
+    environment_sections.translate_environments,
     _translate_gym,
     _collect_env_vars,
-    _find_prompts,
+    data_sections.find_prompts,
     _refuse_teacher_list,
     _remove_empty_truncation,
     _name_metric,
     counterparts.translate_ranking,
-    _bound_prompts,
+    data_sections.bound_prompts,
 )

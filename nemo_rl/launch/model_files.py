@@ -137,6 +137,16 @@ def find_shape(key: str, model_name: str, overrides: Mapping[str, Any] | None = 
     return ModelShape.from_config(model_name, {**values, **(overrides or {})})
 
 
+def read_model_config(key: str, model_name: str) -> dict[str, Any] | None:
+    """Return a model's config.json if it is on this machine; nothing is downloaded."""
+    try:
+        path = _config_file(key, model_name)
+        values = None if path is None else json.loads(path.read_text(encoding="utf-8"))
+    except (UnknownShapeError, OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
 def _config_file(key: str, model_name: str) -> Path | None:
     made = quickstart_model(key, model_name)
     if made is not None:

@@ -54,9 +54,14 @@ class Job:
         finally:
             gc.enable()
 
-    def command(self, description: str, default_config: str | Path, *, program: str | None = None) -> Command:
-        """Return the command that runs this job over `--config`, or over `default_config` without it."""
-        run = partial(self._run, default_config=default_config, program=program)
+    def command(
+        self, description: str, default_config: str | Path, *, program: str | None = None, hint: str = ""
+    ) -> Command:
+        """Return the command that runs this job over `--config`, or over `default_config` without it.
+
+        `hint` is written to stderr with the name of the recipe that runs without `--config`.
+        """
+        run = partial(self._run, default_config=default_config, program=program, hint=hint)
         return Command(description, add_recipe_arguments, run, program, details=self._format_common_keys)
 
     def verb_command(self, summary: str, default_config: str, *examples: str) -> Command:
@@ -77,12 +82,16 @@ class Job:
 
         return format_common_keys(self.verb, self.common_keys)
 
-    def _run(self, parsed: argparse.Namespace, *, default_config: str | Path, program: str | None) -> ExitCode:
+    def _run(
+        self, parsed: argparse.Namespace, *, default_config: str | Path, program: str | None, hint: str
+    ) -> ExitCode:
         options = {"allow_unsupported": True} if parsed.allow_unsupported else {}
         local = Path(f"{self.verb}.yaml")  # the recipe of a user's project
         if program and parsed.config is None and local.is_file():
             sys.stderr.write(f"{program}: the recipe {local} of this directory\n")
             default_config = local
+        if hint and parsed.config is None:
+            sys.stderr.write(f"without --config the recipe {default_config} runs; {hint}\n")
         recipe = default_config if parsed.config is None else parsed.config
         config = self.load(find_recipe(recipe), parsed.overrides, **options)
         from nemo_rl.config.loading import resolved_yaml
@@ -280,11 +289,13 @@ DISTILL = DISTILLATION_JOB.verb_command(
     "loss_fn.kl_type=reverse distillation.topk_logits_k=16",
 )
 SFT = SFT_JOB.verb_command(
-    "Train a language model on conversations.", "sft_quickstart", "--config sft data.train.data_path=chats.jsonl"
+    "Train a language model on conversations.",
+    "sft_quickstart",
+    "--config sft_tulu3 policy.model_name=Qwen/Qwen2.5-0.5B",
 )
 DPO = DPO_JOB.verb_command(
     "Train a language model on preferences, by direct preference optimization.",
-    "dpo",
+    "dpo_quickstart",
     "data.train.dataset_name=jsonl data.train.data_path=pairs.jsonl",
 )
 RM = REWARD_MODEL_JOB.verb_command(

@@ -15,8 +15,8 @@ RECIPES, PROMPTS = (
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the packaged recipes, without the suffix."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    """Return the names of the packaged recipes, without the suffix: `dapo`, `evals/eval`."""
+    return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -37,8 +37,9 @@ def find_recipe(name: str | Path) -> Path:
 def find_packaged(name: str | Path) -> Path | None:
     """Return the file of a packaged recipe by its name, with or without its suffix; None for any other path."""
     path = Path(name)
-    packaged = RECIPES / f"{path.stem if path.suffix == '.yaml' else path.name}.yaml"
-    return packaged if path.name == str(path) and packaged.is_file() else None
+    packaged = RECIPES / path.with_name(path.name.removesuffix(".yaml") + ".yaml") if path.name else RECIPES
+    is_name = not path.is_absolute() and ".." not in path.parts and path.as_posix() == str(name)
+    return packaged if is_name and packaged.is_file() else None
 
 
 def missing_recipe(key: str, name: str, problem: str) -> ConfigError:

@@ -155,6 +155,21 @@ def test_a_validation_that_never_runs_ranks_nothing(val_period: int, metric: str
     assert config["checkpointing"]["metric_name"] == metric
 
 
+@pytest.mark.parametrize(
+    ("data", "metric"),
+    [
+        ({"train": {"dataset_name": "x"}, "validation": None}, None),
+        ({"train": {"dataset_name": "x"}, "validation": {"dataset_name": "y"}}, "val:loss"),
+        ({"train": [{}, {"split_validation_size": 0.05}]}, "val:loss"),
+        ({"train": {}, "default": {"split_validation_size": 8}}, "val:loss"),
+    ],
+)
+def test_without_rows_to_validate_on_nothing_is_ranked(data: dict[str, Any], metric: str | None) -> None:
+    config = {"sft": {"val_period": 10}, "checkpointing": {"metric_name": "val:loss"}, "data": data}
+    counterparts.translate_ranking(config, report())
+    assert config["checkpointing"]["metric_name"] == metric
+
+
 def test_variables_of_a_recipe_are_left_out_of_its_sections() -> None:
     config = {"model_dir": "/models", "data": {"train": {}, "dataset_name": "DAPOMath17K"}, "grpo": {}}
     counterparts.translate_variables(config, report())

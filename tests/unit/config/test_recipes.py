@@ -2,17 +2,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Environment
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.config.loading import load_config, load_distillation_config, load_reward_model_config, resolved_yaml
+from nemo_rl.config.loading import (
+    load_config,
+    load_distillation_config,
+    load_dpo_config,
+    load_eval_config,
+    load_reward_model_config,
+    load_sft_config,
+    resolved_yaml,
+)
+from nemo_rl.config.recipe_files import at
 from nemo_rl.environments.reasoning_gym import ReasoningGymEnvironmentConfig
 from nemo_rl.environments.scorers.reward_model import RewardModelScorerConfig
+from nemo_rl.recipes import find_recipe
 
 REPOSITORY = Path(__file__).parents[3]
 RECIPES = REPOSITORY / "examples" / "configs"
 REWARD_MODEL = "rm_quickstart.yaml"  # of run_rm.py, which has a schema of its own
 OTHERS = (
-    REWARD_MODEL,
+    "rm",
     "collect",
     "distillation",
     "dpo",
@@ -162,3 +173,91 @@ def test_grpo_scores_with_the_directory_that_run_rm_writes_and_validates_on_the_
     assert isinstance(config.data.validation, DatasetConfig)
     assert config.env[str(config.data.train.env_name)].scorers == ["rm"]
     assert config.env[str(config.data.validation.env_name)].type == "reasoning_gym"
+
+
+# Values of NeMo-RL's recipes of these names, by the paths there.
+BASE_RECIPES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "grpo_math_1B.yaml": (load_config, {
+        "grpo.num_prompts_per_step": 32, "grpo.val_at_end": False, "policy.optimizer.kwargs.lr": 5e-6,
+        "policy.max_total_sequence_length": 512, "loss_fn.reference_policy_kl_penalty": 0.01,
+        "data.train.split_validation_size": 0.05, "data.overlong": "mask", "data.disjoint": False,
+    }),
+    "grpo_math_8B.yaml": (load_config, {
+        "grpo.num_prompts_per_step": 64, "grpo.num_generations_per_prompt": 32, "policy.optimizer.kwargs.lr": 3e-7,
+        "policy.logprob_batch_size": 2, "policy.max_total_sequence_length": 4096, "cluster.gpus_per_node": 8,
+        "policy.generation.max_new_tokens": 4096, "policy.scheduler.2.milestones": [13],
+    }),
+    "grpo_math_1B_megatron.yaml": (load_config, {
+        "policy.megatron_cfg.optimizer.lr": 5e-6, "policy.megatron_cfg.optimizer.min_lr": 5e-7,
+        "policy.megatron_cfg.scheduler.lr_warmup_iters": 13, "policy.megatron_cfg.scheduler.lr_warmup_init": 5e-7,
+        "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32": False,
+        "checkpointing.enabled": False, "policy.train_global_batch_size": 512,
+    }),
+    "grpo_math_8B_megatron.yaml": (load_config, {
+        "policy.megatron_cfg.pipeline_model_parallel_size": 2, "policy.megatron_cfg.optimizer.lr": 3e-7,
+        "policy.megatron_cfg.scheduler.lr_warmup_init": 3e-8, "policy.logprob_batch_size": 4,
+        "grpo.num_generations_per_prompt": 32,
+    }),
+    "grpo_sliding_puzzle.yaml": (load_config, {
+        "grpo.max_rollout_turns": 50, "grpo.max_num_steps": 10000, "policy.generation.top_p": 0.999,
+        "policy.generation.top_k": 10000, "env.sliding_puzzle_game.max_moves": 30,
+        "policy.dtensor_cfg.cpu_offload": True,
+    }),
+    "grpo_rm_1B.yaml": (load_config, {
+        "scorers.reward_model.model_name": "Skywork/Skywork-Reward-V2-Qwen3-0.6B", "cluster.gpus_per_node": 2,
+        "scorers.reward_model.micro_batch_size": 4, "scorers.reward_model.max_length": 2048,
+    }),
+    "sft.yaml": (load_sft_config, {
+        "sft.max_num_steps": 60, "sft.val_micro_batch_size": 1, "policy.optimizer.kwargs.eps": 1e-5,
+        "policy.optimizer.kwargs.betas": [0.9, 0.98], "policy.train_global_batch_size": 32, "data.add_bos": True,
+        "data.add_eos": True, "data.add_generation_prompt": False, "data.validation.split": "validation",
+    }),
+    "dpo.yaml": (load_dpo_config, {
+        "dpo.max_num_steps": 150, "dpo.reference_policy_kl_penalty": 0.05, "dpo.val_global_batch_size": 8,
+        "policy.train_global_batch_size": 128, "policy.train_micro_batch_size": 2,
+        "policy.scheduler.2.milestones": [20], "checkpointing.save_period": 50,
+    }),
+    "rm.yaml": (load_reward_model_config, {
+        "rm.val_period": 16, "policy.optimizer.kwargs.lr": 2e-6, "policy.train_global_batch_size": 128,
+        "policy.max_total_sequence_length": 8192, "checkpointing.metric_name": "val:loss",
+    }),
+    "distillation_math.yaml": (load_distillation_config, {
+        "distillation.topk_logits_k": 64, "policy.optimizer.kwargs.lr": 2e-5, "distillation.max_num_epochs": 10,
+    }),
+    "evals/eval.yaml": (load_eval_config, {
+        "policy.model_name": "Qwen/Qwen2.5-Math-1.5B-Instruct", "policy.generation.temperature": 0.0,
+        "policy.generation.max_new_tokens": 2048, "data.input.dataset_name": "AIME2024",
+        "server.gpu_memory_utilization": 0.9,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BASE_RECIPES)
+def test_base_recipes_have_the_names_paths_and_values_of_nemo_rls(name: str) -> None:
+    loader, expected = BASE_RECIPES[name]
+    values = loader(RECIPES / name).model_dump()
+    assert find_recipe(f"examples/configs/{name}") == Path(f"examples/configs/{name}")
+    assert find_recipe(name.removesuffix(".yaml")) == RECIPES / name
+    for key, value in expected.items():
+        assert (key, at(values, key.split("."))) == (key, value)
+
+
+def test_the_template_of_sft_is_plain_words() -> None:
+    template = Environment().from_string(load_sft_config(RECIPES / "sft.yaml").policy.tokenizer.chat_template or "")
+    roles = {"system": " a ", "user": "b?", "assistant": "c"}
+    messages = [{"role": role, "content": text} for role, text in roles.items()]
+    assert template.render(messages=messages) == "Context: a Question: b? Answer: c"
+
+
+def test_the_template_of_rm_is_llamas_without_a_date() -> None:
+    config = load_reward_model_config(RECIPES / "rm.yaml")
+    template = Environment().from_string(config.policy.tokenizer.chat_template or "")
+    asked = [{"role": "user", "content": " hi "}]
+    start, end = "<|start_header_id|>", "<|end_header_id|>\n\n"
+    assert template.render(messages=asked, bos_token="<B>") == (
+        f"<B>{start}system{end}<|eot_id|>{start}user{end}hi<|eot_id|>"
+    )
+    system = [{"role": "system", "content": "be"}, *asked]
+    assert template.render(messages=system, bos_token="<B>", add_generation_prompt=True) == (
+        f"<B>{start}system{end}be<|eot_id|>{start}user{end}hi<|eot_id|>{start}assistant{end}"
+    )

@@ -81,7 +81,7 @@ def test_other_errors_get_no_advice() -> None:
 
 def test_supervised_training_has_no_engine_to_take_turns_with() -> None:
     advice = find_advice(
-        torch.OutOfMemoryError("CUDA out of memory"), load_sft_config(ROOT / "examples/configs/sft.yaml")
+        torch.OutOfMemoryError("CUDA out of memory"), load_sft_config(ROOT / "examples/configs/sft_tulu3.yaml")
     )
     assert advice is not None
     assert "policy.offload" not in advice

@@ -10,7 +10,14 @@ from aiohttp import web
 
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
-from nemo_rl.environments.nemo_gym.reply import GymCall, GymError, GymInvalidReply, GymRefused, GymUnavailable
+from nemo_rl.environments.nemo_gym.reply import (
+    GymCall,
+    GymEpisodeFailed,
+    GymError,
+    GymInvalidReply,
+    GymRefused,
+    GymUnavailable,
+)
 from nemo_rl.errors import ConfigError
 from tests.fakes import gym_stack
 from tests.fakes.gym_stack import FakeGymStack, Script, row_of, script_of_row
@@ -129,6 +136,50 @@ def test_a_row_without_parameters_is_refused_with_the_servers_words() -> None:
     assert isinstance(error, GymRefused)
     assert "HTTP 422: " in str(error)
     assert "Field required" in str(error)
+
+
+def failure_of_episode(front: str, **script: Any) -> tuple[GymError, list[Any]]:
+    """The error of one row of a stack with environment servers, and what was sent for it."""
+
+    async def run() -> tuple[GymError, list[Any]]:
+        async with FakeGymStack(script=script_of_row, front=front) as stack, client_of(stack) as client:
+            with pytest.raises(GymError) as error:
+                await client.run("agent", row_of("?", script=script))
+            return error.value, [row for _, row in stack.rows]
+
+    return asyncio.run(run())
+
+
+def test_an_episode_that_was_turned_away_is_the_next_attempt_of_its_rollout() -> None:
+    busy = {"failure_reason": "queue is full", "terminal": False, "stage": "admission"}
+    error, sent = failure_of_episode("single_agent_turn", failure=busy)
+    assert isinstance(error, GymUnavailable)
+    assert "failed at stage admission: queue is full" in str(error)
+    assert [body["episode_id"]["attempt"] for body in sent] == [0, 1, 2, 3]
+    assert len({body["episode_id"]["rollout_id"] for body in sent}) == 1
+    _, sent = failure_of_episode("legacy_agent", status=503)
+    assert [body.get("_ng_attempt_index", 0) for body in sent] == [0, 1, 2, 3]
+    assert len({body["_ng_rollout_id"] for body in sent}) == 1
+
+
+@pytest.mark.parametrize("front", ["single_agent_turn", "single_agent_turn_legacy", "legacy_agent"])
+@pytest.mark.parametrize(
+    ("script", "delivery"), [({"dies": True}, "possibly_delivered"), ({"status": 502}, "possibly_delivered")]
+)
+def test_a_row_that_may_have_been_delivered_is_not_sent_again(front: str, script: Any, delivery: str) -> None:
+    error, sent = failure_of_episode(front, **script)
+    assert isinstance(error, GymUnavailable)
+    assert error.delivery == delivery
+    assert "the row may have been delivered" in str(error)
+    assert len(sent) == 1
+
+
+def test_a_reported_failure_is_not_sent_again() -> None:
+    for stage in ("seed", "agent", "verification", "cleanup", None):
+        failure = {"failure_reason": "broke", "terminal": False} | ({"stage": stage} if stage else {})
+        error, sent = failure_of_episode("single_agent_turn", failure=failure)
+        assert isinstance(error, GymEpisodeFailed)
+        assert (error.delivery, len(sent)) == ("delivered", 1)
 
 
 def test_a_busy_server_is_asked_again_until_it_takes_the_row() -> None:

@@ -1,0 +1,133 @@
+"""Models of NeMo-RL's Megatron recipes that Megatron here does not map: FSDP2 trains them, where a layout may change.
+
+config.json of the model, if it is on this machine, tells whether it is mapped; else the recipe's expert parallelism.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from nemo_rl.compat.tables import Cause, Report, find_named_models
+from nemo_rl.policy.megatron.backend import SUPPORTED_MODEL_TYPES, MegatronOptimizerConfig, MegatronSchedulerConfig
+
+EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+ROUTERS = ["*.gate.weight", "*.router.weight"]  # of transformers' models with experts
+FOREVER = 1_000_000_000  # training steps
+UNMAPPED = Cause("layout", "Megatron trains models of type {types}; write {key}.megatron_cfg.enabled: false for FSDP2")
+BALANCING = Cause("results", "no loss or bias balances the experts: write none, and a rate of 0")
+SWITCHED = (
+    "{key}: Megatron does not map {model}, so FSDP2 trains it (--allow-unsupported): a rank holds whole layers and "
+    "sequences, policy.optimizer and policy.scheduler are those of megatron_cfg, {routers}and weight decay also "
+    "reaches norms and biases"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class UnmappedModel:
+    """A model that the recipe trains or scores by Megatron, which does not map it."""
+
+    key: str  # policy, teacher or teachers.<task>
+    section: dict[str, Any]
+    freezes_router: bool
+    balancing: tuple[tuple[str, object], ...]  # settings by which NeMo-RL balances the load of experts
+
+
+def find_unmapped(config: dict[str, Any]) -> list[UnmappedModel]:
+    """Return the models whose chosen backend, Megatron, does not map them."""
+    found = []
+    for key, model in find_named_models(config):
+        section = model.get("megatron_cfg")
+        if isinstance(section, dict) and not _is_mapped(key, model, section):
+            balancing = tuple(_balancing(section)) if key == "policy" else ()
+            found.append(UnmappedModel(key, model, bool(section.get("freeze_moe_router")), balancing))
+    return found
+
+
+def train_elsewhere(unmapped: list[UnmappedModel], report: Report) -> None:
+    """Refuse the models, or write them for FSDP2 if a layout may change, once the table has read their sections."""
+    types = ", ".join(SUPPORTED_MODEL_TYPES)
+    for one in unmapped:
+        section = one.section.get("megatron_cfg")
+        if not isinstance(section, dict):
+            continue
+        if not report.allow_unsupported:
+            if not any(problem.key.startswith(f"{one.key}.megatron_cfg.expert_") for problem in report.problems):
+                cause = Cause(UNMAPPED.effect, UNMAPPED.text.format(types=types, key=one.key))
+                report.refuse(f"{one.key}.megatron_cfg.enabled", True, cause)
+            continue
+        for name, value in one.balancing:
+            report.refuse(f"{one.key}.megatron_cfg.{name}", value, BALANCING)
+        try:
+            changes = _optimizer_and_schedule(section) if one.key == "policy" else {}
+        except ValidationError:
+            continue  # the schema reports it
+        dtensor = {key: section[key] for key in ("activation_checkpointing",) if key in section}
+        if one.key == "policy" and one.freezes_router:
+            dtensor["frozen_parameters"] = ROUTERS
+        one.section.pop("megatron_cfg")
+        one.section.update({"dtensor_cfg": dtensor, "backend": "fsdp2", **changes})
+        routers = "routers stay frozen, " if "frozen_parameters" in dtensor else ""
+        report.notes.append(SWITCHED.format(key=one.key, model=one.section.get("model_name"), routers=routers))
+
+
+def _is_mapped(key: str, model: dict[str, Any], section: dict[str, Any]) -> bool:
+    from nemo_rl.launch.model_files import read_model_config  # here: other recipes need none
+
+    name = model.get("model_name")
+    values = read_model_config(f"{key}.model_name", name) if isinstance(name, str) else None
+    if values is not None:
+        return values.get("model_type") in SUPPORTED_MODEL_TYPES
+    return all(section.get(size) in (None, 1) for size in EXPERT_SIZES)
+
+
+def _balancing(section: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the settings that change what the router learns, by a loss or by a bias of each expert."""
+    kind, coefficient = section.get("moe_router_load_balancing_type"), section.get("moe_aux_loss_coeff")
+    if kind not in (None, "none") and coefficient != 0:
+        yield "moe_router_load_balancing_type", kind
+    rate = section.get("moe_router_bias_update_rate")
+    if rate and section.get("moe_router_enable_expert_bias") is not False:
+        yield "moe_router_bias_update_rate", rate
+
+
+def _optimizer_and_schedule(section: dict[str, Any]) -> dict[str, Any]:
+    """Return `policy.optimizer` and `policy.scheduler` that step as Megatron's; raises ValidationError for bad keys."""
+    if not isinstance(section.get("optimizer"), dict):
+        return {}
+    own = MegatronOptimizerConfig.model_validate(section["optimizer"])
+    kwargs: dict[str, Any] = {"lr": own.lr, "weight_decay": own.weight_decay}
+    if own.optimizer == "sgd":
+        optimizer = {"name": "torch.optim.SGD", "kwargs": {**kwargs, "momentum": own.sgd_momentum}}
+    else:
+        kwargs |= {"betas": [own.adam_beta1, own.adam_beta2], "eps": own.adam_eps}
+        optimizer = {"name": "torch.optim.AdamW", "kwargs": kwargs}
+    schedule = MegatronSchedulerConfig.model_validate(section.get("scheduler") or {})
+    return {"optimizer": optimizer, "scheduler": _stages(schedule, own)}
+
+
+def _stages(schedule: MegatronSchedulerConfig, optimizer: MegatronOptimizerConfig) -> list[dict[str, Any]] | None:
+    """Return torch's schedulers of warm-up, decay and end, with the steps at which one follows another."""
+    warmup, lowest = schedule.lr_warmup_iters, optimizer.min_lr / optimizer.lr
+    stages: list[tuple[dict[str, Any], int]] = []
+    if warmup:
+        start = max(schedule.lr_warmup_init / optimizer.lr, 1e-10)  # torch refuses 0
+        stages.append((_stage("LinearLR", start_factor=start, end_factor=1.0, total_iters=warmup), warmup))
+    if schedule.lr_decay_style != "constant" and schedule.lr_decay_iters:
+        steps = max(schedule.lr_decay_iters - warmup, 1)
+        if schedule.lr_decay_style == "linear":
+            decay = _stage("LinearLR", start_factor=1.0, end_factor=lowest, total_iters=steps)
+        else:
+            decay = _stage("CosineAnnealingLR", T_max=steps, eta_min=optimizer.min_lr)
+        stages.append((decay, warmup + steps))
+        stages.append((_stage("ConstantLR", factor=lowest, total_iters=FOREVER), FOREVER))
+    elif stages:
+        stages.append((_stage("ConstantLR", factor=1.0, total_iters=FOREVER), FOREVER))
+    if not stages:
+        return None
+    return [*(stage for stage, _ in stages), {"milestones": [end for _, end in stages[:-1]]}]
+
+
+def _stage(name: str, **kwargs: Any) -> dict[str, Any]:
+    return {"name": f"torch.optim.lr_scheduler.{name}", "kwargs": kwargs}
