@@ -224,6 +224,10 @@ class Policy(Protocol):
         """Return what the device's allocator holds and no tensor uses, so that engines may use it."""
         ...
 
+    async def device_bytes(self) -> int:
+        """Return the memory of the CUDA device of rank 0."""
+        ...
+
     async def close(self) -> None: ...
 
 

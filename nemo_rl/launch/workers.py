@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,6 @@ from nemo_rl.algorithms.teacher_stages import Teachers
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.master import DistillationRunConfig, TrainingRunConfig
 from nemo_rl.config.supervised_runs import SupervisedRunConfig
-from nemo_rl.distributed.devices import memory_of_device
 from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.interfaces import Generation, Policy
 from nemo_rl.launch.memory_plan import make_run_memory
@@ -27,8 +26,6 @@ from nemo_rl.policy.memory import UnknownShapeError
 from nemo_rl.policy.truncation import make_truncation
 
 if TYPE_CHECKING:
-    import torch
-
     from nemo_rl.distributed.cluster import Reservation, ReservedSlot
 
 logger = logging.getLogger(__name__)
@@ -212,7 +209,7 @@ async def _takes_turns(config: TrainingRunConfig, layout: Layout, policy: Policy
         return False
     if config.policy.offload != "auto":
         return config.policy.offload == "always"
-    capacity = await policy.run_with_weights(_measure_device)
+    capacity = await policy.device_bytes()
     try:
         takes_turns = make_run_memory(config, layout, capacity).takes_turns
     except UnknownShapeError as error:
@@ -221,8 +218,3 @@ async def _takes_turns(config: TrainingRunConfig, layout: Layout, policy: Policy
     what = "take turns on the device" if takes_turns else "both stay on the device"
     logger.info("policy and engine %s, which has %.1f GB (policy.offload)", what, capacity / 1e9)
     return takes_turns
-
-
-def _measure_device(weights: Iterable[tuple[str, "torch.Tensor"]]) -> int:
-    """Return the bytes of the device of the rank that it is called on."""
-    return memory_of_device()[1]

@@ -96,6 +96,9 @@ class PolicyCalls(ScoringCalls):
     async def empty_cache(self) -> None:
         await self._call("empty_cache")
 
+    async def device_bytes(self) -> int:
+        return await self._call("device_bytes")
+
     async def save(self, path: Path, *, save_optimizer: bool) -> None:
         """Begin to save into a directory that every rank can reach."""
         await self._call("save", _absolute(path), save_optimizer=save_optimizer)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
-from nemo_rl.distributed.devices import prepare_allocator, resolve_device
+from nemo_rl.distributed.devices import memory_of_device, prepare_allocator, resolve_device
 from nemo_rl.distributed.float32 import allow_bfloat16_units
 from nemo_rl.errors import CheckpointError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart
@@ -284,6 +284,10 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         """Return the allocator's unused memory to the device; a no-op on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def device_bytes(self) -> int:
+        """Return the memory of this rank's CUDA device."""
+        return memory_of_device()[1]
 
     def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT | None:
         """Call `use` with (name, tensor) pairs on rank 0; the other ranks help to gather them and return None.

@@ -92,6 +92,9 @@ class FakePolicy:
     async def empty_cache(self) -> None:
         self.calls.append("empty_cache")
 
+    async def device_bytes(self) -> int:
+        return 80 << 30
+
     async def close(self) -> None:
         self.calls.append("close")
 

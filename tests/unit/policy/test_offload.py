@@ -49,6 +49,13 @@ def weights_of(policy: Any) -> dict[str, torch.Tensor]:
     return policy.run_with_weights(lambda weights: {name: tensor.clone() for name, tensor in weights})
 
 
+def test_memory_of_the_device_is_told_without_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy: Any = make_policy(SINGLE_RANK, saved_model("qwen2", tmp_path))
+    monkeypatch.setattr("nemo_rl.policy.worker.memory_of_device", lambda: (1, 7))
+    monkeypatch.setattr(policy, "_named_weights", None)
+    assert policy.device_bytes() == 7
+
+
 def test_three_steps_with_moves_are_bit_equal_and_reuse_their_buffers(
     make_mover: Callable[[], tuple[Any, Synchronizations]],
 ) -> None:
