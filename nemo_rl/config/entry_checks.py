@@ -288,8 +288,9 @@ def _check_placement(config: RolloutRunConfig) -> None:
         if placement.enable_resource_pool and value <= 0:
             problem = "a resource pool needs at least 1 (or enable_resource_pool: false)"
             raise ConfigError(f"reward_model.{key}", value, problem)
-        if value < 0:
-            raise ConfigError(f"reward_model.{key}", value, "must be 0 or more")
+        if not placement.enable_resource_pool and value != 0:
+            problem = "sizes a resource pool, and there is none: set reward_model.enable_resource_pool: true (or 0)"
+            raise ConfigError(f"reward_model.{key}", value, problem)
     is_async = isinstance(config, TrainingRunConfig) and config.algorithm.background.enabled
     if placement.shares_device and is_async:
         problem = "allowed: true, since the engine never sleeps while rollouts are collected in the background"

@@ -67,6 +67,11 @@ def max_connections(file_limit: int) -> int:
     return max(1, (file_limit - RESERVED_FILES) // FILES_PER_CONNECTION)
 
 
+def files_for_connections(count: int) -> int:
+    """Return the limit of open files under which `max_connections` is `count`."""
+    return RESERVED_FILES + count * FILES_PER_CONNECTION
+
+
 def _finite(limit: int) -> int:
     return UNLIMITED if limit == resource.RLIM_INFINITY else limit
 

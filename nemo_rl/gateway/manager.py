@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.distributed.cluster import node_ip
-from nemo_rl.distributed.machine import max_connections, raise_file_limit
+from nemo_rl.distributed.machine import files_for_connections, max_connections, raise_file_limit
 from nemo_rl.errors import ConfigError
 from nemo_rl.gateway.captures import CaptureSnapshot
 from nemo_rl.gateway.codec import Codec
@@ -163,7 +163,11 @@ def split_settings(section: GatewayConfig, max_connections: int) -> tuple[Server
         raise ConfigError("gateway.num_servers", section.num_servers, f"the open files allow {max_connections} servers")
     max_sessions = min(section.max_sessions, max_connections)
     if max_sessions < section.max_sessions:
-        logger.info("gateway: limiting sessions to %d of %d: too few open files", max_sessions, section.max_sessions)
+        logger.warning(
+            "gateway: limiting sessions to %d of %d, as many as the limit of open files carries; raise the hard limit "
+            "to %d: ulimit -Hn, or LimitNOFILE of the service",
+            max_sessions, section.max_sessions, files_for_connections(section.max_sessions),
+        )  # fmt: skip
     totals = (max_sessions, section.max_client_sessions, max_connections)
     sessions, client_sessions, connections = (_split_evenly(total, section.num_servers) for total in totals)
     return tuple(

@@ -261,6 +261,9 @@ def _check_component(key: str, component: SlurmComponentConfig) -> None:
             raise ConfigError(f"{key}.environment.{name}", "(not shown)", "is no name of a variable")
         if "\0" in value:
             raise ConfigError(f"{key}.environment.{name}", "(not shown)", "holds a zero byte")
+    image = Path(component.container or "")
+    if image.is_absolute() and image.parent.is_dir() and not image.exists():
+        raise ConfigError(f"{key}.container", component.container, f"no such image in {image.parent}")
     if component.mounts and component.container is None:
         raise ConfigError(f"{key}.mounts", component.mounts, f"only a container has mounts: set {key}.container")
     for mount in component.mounts:

@@ -34,7 +34,17 @@ USES_MODEL = "++env.math.scorers=[rm]"
             "reward_model.enable_resource_pool",
             "background",
         ),
-        ([MODEL, USES_MODEL, "++reward_model.nnodes=-1"], "reward_model.nnodes", "0 or more"),
+        ([MODEL, USES_MODEL, "++reward_model.nnodes=-1"], "reward_model.nnodes", "enable_resource_pool: true"),
+        (
+            [MODEL, USES_MODEL, "++reward_model={enable: true, n_gpus_per_node: 2}"],
+            "reward_model.n_gpus_per_node",
+            "there is none: set reward_model.enable_resource_pool: true",
+        ),
+        (
+            [MODEL, USES_MODEL, "++reward_model={enable: true, enable_resource_pool: true, n_gpus_per_node: -1}"],
+            "reward_model.n_gpus_per_node",
+            "at least 1",
+        ),
         (
             ["++scorers.j={type: judge, base_urls: [localhost], model: m, prompt: p}", "++env.math.scorers=[j]"],
             "scorers.j.base_urls",

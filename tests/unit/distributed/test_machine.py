@@ -10,6 +10,7 @@ import pytest
 from nemo_rl.distributed import machine as ports
 from nemo_rl.distributed.machine import (
     LOOPBACK_INTERFACE,
+    files_for_connections,
     interface_of,
     max_connections,
     raise_file_limit,
@@ -54,6 +55,7 @@ def test_a_limit_at_its_end_is_left_alone(monkeypatch):
 
 def test_a_connection_takes_two_files_and_some_are_kept_for_others():
     assert [max_connections(limit) for limit in (1024, 258, 100, 0)] == [384, 1, 1, 1]
+    assert [max_connections(files_for_connections(count)) for count in (1, 384)] == [1, 384]
 
 
 def kernels(monkeypatch: pytest.MonkeyPatch, directory: Path, text: str) -> None:

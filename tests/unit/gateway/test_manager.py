@@ -166,8 +166,14 @@ def test_sessions_and_connections_follow_the_open_files(caplog):
     few = split_settings(GatewayConfig(num_servers=3, max_sessions=100, max_client_sessions=4), 10)
     assert [(each.max_sessions, each.max_connections) for each in few] == [(4, 4), (3, 3), (3, 3)]
     assert [each.max_client_sessions for each in few] == [2, 1, 1]
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "limiting sessions to 10 of 100" in warning.getMessage()
+    assert "raise the hard limit to 456: ulimit -Hn" in warning.getMessage()
+    caplog.clear()
     many = split_settings(GatewayConfig(num_servers=2, max_sessions=100), 1000)
     assert [(each.max_sessions, each.max_connections) for each in many] == [(50, 500), (50, 500)]
+    assert caplog.records == []
     with pytest.raises(ConfigError, match="the open files allow 2 servers"):
         split_settings(GatewayConfig(num_servers=3), 2)
 

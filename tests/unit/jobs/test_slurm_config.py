@@ -1,5 +1,6 @@
 """`slurm`: what no job can be made of, and how server processes stand on the nodes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,22 @@ def test_a_secret_is_no_argument_and_is_not_shown(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="give it as a variable") as error:
         check_slurm(SlurmConfig.model_validate({"server": {**MODEL, "args": words}}))
     assert "sk-1" not in str(error.value)
+
+
+@pytest.mark.parametrize("component", ["server", "collection", "aggregation"])
+def test_image_that_is_not_in_its_directory_is_refused(component: str, tmp_path: Path) -> None:
+    def check(container: object) -> None:
+        parts = {"server": MODEL, "collection": {}, "aggregation": {}}
+        values = {component: {**parts[component], "container": str(container)}}
+        check_slurm(SlurmConfig.model_validate(values))
+
+    image = tmp_path / "image.sqsh"
+    with pytest.raises(ConfigError, match=f"no such image in {tmp_path}") as error:
+        check(image)
+    assert error.value.key == f"slurm.{component}.container"
+    image.touch()
+    for container in (image, "/lustre/of/the/cluster/image.sqsh", "nvcr.io#nvidia/pytorch:25.10-py3", "docker://a/b"):
+        check(container)
 
 
 def test_dependencies_are_no_key_of_a_component() -> None:
