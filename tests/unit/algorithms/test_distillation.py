@@ -11,7 +11,9 @@ from nemo_rl import batch as keys
 from nemo_rl.algorithms.advantages import TeacherAdvantages, clip_advantages
 from nemo_rl.algorithms.teacher_stages import LogprobsStage, TeacherHandle, Teachers, TopKStage
 from nemo_rl.experience.assembly import BatchRow, assemble_batch
-from nemo_rl.loss_types import TopK
+from nemo_rl.loss_types import Normalizer, TokenScores, TopK
+from nemo_rl.losses.distillation_section import DistillationLossConfig
+from nemo_rl.losses.divergences import TopKDivergence
 from nemo_rl.types import Message, Prompt, StopReason, TokenizedMessage, Trajectory, TrajectoryGroup
 from tests.unit.algorithms.batches import make_batch
 
@@ -82,6 +84,63 @@ def test_topk_is_widened_to_the_batch_and_padding_tokens_of_the_teachers_embeddi
     assert batch[keys.TEACHER_TOPK_IDS].shape == batch[keys.TEACHER_TOPK_LOGPROBS].shape == (3, 4, 3)
     assert batch[keys.TEACHER_TOPK_IDS][1, 3].tolist() == [0, 1, -1]
     assert batch[keys.TEACHER_TOPK_LOGPROBS][:, 1, 0].tolist() == [-2.0, -1.0, -2.0]
+
+
+class PaddedTeacher(Recording):
+    """A teacher of more rows than the student: its third token is a row that only pads its embedding."""
+
+    ids: tuple[int, ...] = (0, 1, 3)
+
+    async def topk_logprobs(self, batch: TensorDict, k: int) -> TopK:
+        shape = (*batch[keys.TOKEN_IDS].shape, k)
+        return TopK(torch.tensor(self.ids).expand(shape), torch.tensor([0.5, 0.2, 0.15]).log().expand(shape))
+
+
+@pytest.mark.parametrize(
+    ("kl_type", "zero_outside_topk", "expected"),
+    [
+        # p = (5/7, 2/7), q = (2/3, 1/3): 5/7 log(15/14) + 2/7 log(6/7)
+        ("forward", False, 0.0052376),
+        # 2/3 log(14/15) + 1/3 log(7/6)
+        ("reverse", False, 0.0053883),
+        # q = (1/2, 1/4): 5/7 log(10/7) + 2/7 log(8/7)
+        ("forward", True, 0.2929196),
+    ],
+)
+def test_row_that_pads_the_teachers_embedding_is_no_target(
+    kl_type: str, zero_outside_topk: bool, expected: float
+) -> None:
+    """The student has rows 0 to 2 and q = (1/2, 1/4, 1/4); the teacher has p = (.5, .2, ...) and .15 on its row 3."""
+    asked = Teachers({"teacher": TeacherHandle(PaddedTeacher("t", 0.0), False)}, {"math": "teacher"})
+    batch = make_batch([[0, 1]])
+    batch[keys.LENGTHS] = torch.tensor([2])
+    asyncio.run(TopKStage(asked, k=3, vocab_size=3)(batch, [row("math")]))
+    assert batch[keys.TEACHER_TOPK_IDS][0, 1].tolist() == [0, 1, -1]
+
+    logits = torch.tensor([0.5, 0.25, 0.25]).log().repeat(1, 2, 1).requires_grad_()
+    log_q = logits.log_softmax(-1)
+    candidates = log_q.gather(-1, batch[keys.TEACHER_TOPK_IDS].clamp(min=0))
+    entropy = -(log_q.exp() * log_q).sum(-1) if zero_outside_topk else None
+    section = DistillationLossConfig.model_validate({"kl_type": kl_type, "zero_outside_topk": zero_outside_topk})
+    loss_fn = TopKDivergence(section, is_on_policy=False)
+    loss, metrics = loss_fn(TokenScores(log_q[..., 0], candidates, entropy), batch, Normalizer(1, 1))
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    assert metrics["teacher_topk_mass"].value.item() == pytest.approx(0.7)
+    loss.backward()
+    if not zero_outside_topk:
+        assert logits.grad is not None
+        assert logits.grad[0, 1, 2].item() == pytest.approx(0, abs=1e-6)  # no stand-in for the teacher's token
+
+
+def test_ids_of_the_students_last_rows_are_targets_and_those_after_them_are_none() -> None:
+    """Qwen2.5 of 7B has 152,064 rows, that of 1.5B 151,936."""
+    teacher = PaddedTeacher("t", 0.0)
+    teacher.ids = (151_935, 151_936, 152_063)
+    asked = Teachers({"teacher": TeacherHandle(teacher, False)}, {"math": "teacher"})
+    batch = make_batch([[0, 1]])
+    batch[keys.LENGTHS] = torch.tensor([2])
+    asyncio.run(TopKStage(asked, k=3, vocab_size=151_936)(batch, [row("math")]))
+    assert batch[keys.TEACHER_TOPK_IDS][0, 1].tolist() == [151_935, -1, -1]
 
 
 def test_one_model_is_on_the_device_at_a_time_where_they_take_turns() -> None:
