@@ -33,7 +33,7 @@ NUM_FOLLOWED = 40
 LAG_TIMEOUT_S = 30.0
 
 QUERIES = {
-    "task": Query(task="words"),
+    "env": Query(env="words"),
     "reward range": Query(min_reward=0.2, max_reward=0.3),
     "longest truncated": Query(stop="truncated", sort="-tokens"),
     "failures": Query(failure="any"),

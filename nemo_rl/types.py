@@ -197,6 +197,11 @@ class Prompt:
     dataset: str = ""  # the dataset's name, for separate metrics
     agent_name: str = ""  # NeMo Gym: the agent that runs it; empty elsewhere
 
+    @property
+    def env(self) -> str:
+        """Return the environment's name in records and metrics: the agent of NeMo Gym, else the key of `env`."""
+        return self.agent_name or self.task_name
+
 
 GuideKind: TypeAlias = Literal["json_schema", "json_object", "regex", "grammar", "structural_tag"]
 

@@ -14,12 +14,13 @@ from nemo_rl.collect.store import MAX_ATTEMPTS, RolloutStore
 from nemo_rl.collect.table import CollectionManifest, read_manifest
 from nemo_rl.data.nemo_gym_dataset import NEMO_GYM
 from nemo_rl.data.rows import read_jsonl
+from nemo_rl.environments.nemo_gym.reply import find_answer
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Failure, FailureClass, StopReason
 
 TASK_INDEX = "_ng_task_index"
 ROLLOUT_INDEX = "_ng_rollout_index"
-ANSWER = "extracted_answer"  # set by environments that look for an answer in the reply
+ANSWER = "extracted_answer"  # field of a written rollout's answer
 FAILURE_CLASS = "_ng_failure_class"
 AGENT = "agent_ref"
 KEY_FIELDS = frozenset({TASK_INDEX, ROLLOUT_INDEX})
@@ -113,7 +114,7 @@ def gym_key(row: Row, manifest: CollectionManifest) -> dict[str, int]:
 def _gym_input(task: Task) -> dict[str, Any]:
     """Return the task as Gym's data has it; for other data, as input of an agent named after its environment."""
     parameters = {} if PARAMETERS in task.row else {PARAMETERS: {"input": []}}
-    return {AGENT: {"type": "responses_api_agents", "name": task.task_name}, **parameters, **task.row}
+    return {AGENT: {"type": "responses_api_agents", "name": task.env or task.task_name}, **parameters, **task.row}
 
 
 def _gym_rollout(row: Row, task: Task) -> Row:
@@ -210,7 +211,8 @@ def _read_tasks(path: Path) -> Iterator[Task]:
             raise DataError(f"{path}: task {index} follows task {count - 1}")
         if index == count:
             name = _agent_name(row)
-            yield Task(str(index), name, NEMO_GYM, {key: value for key, value in row.items() if key not in KEY_FIELDS})
+            values = {key: value for key, value in row.items() if key not in KEY_FIELDS}
+            yield Task(str(index), name, NEMO_GYM, values, env=name)
             count += 1
 
 
@@ -222,10 +224,11 @@ def _convert_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "dataset": _agent_name(row),
         "task_name": NEMO_GYM,
+        "env": _agent_name(row) or NEMO_GYM,
         "stop_reason": StopReason.TRUNCATED if is_truncated else StopReason.DONE,
         "reward": reward,
         "rewards": {} if reward is None else {"reward": reward},
-        "answer": row.get(ANSWER),
+        "answer": find_answer(row),
         "num_tokens": usage.get("total_tokens", _num_generated(response)),
         "num_generated_tokens": usage.get("output_tokens", _num_generated(response)),
         "messages": [],  # the messages are in Gym's format below

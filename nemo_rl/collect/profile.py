@@ -1,4 +1,4 @@
-"""Statistics of a collection over all tasks, each dataset and each task; their uses: comparisons and curricula."""
+"""Statistics of a collection over all tasks, each dataset, environment and task; their uses: comparisons, curricula."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +18,7 @@ from nemo_rl.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ALL_DATASETS = "all"
+ENV_PREFIX = "env/"  # of an environment's name beside datasets, as in metrics
 THRESHOLDS = (0.25, 0.5, 0.75, 1.0)  # mean rewards
 
 
@@ -32,9 +33,9 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A dataset as a whole; means are over tasks with equal weights."""
+    """A dataset or environment as a whole; means are over tasks with equal weights."""
 
-    dataset: str  # "all": every task
+    dataset: str  # "all": every task; "env/<name>": those of an environment, or of an agent of NeMo Gym
     num_tasks: int
     expected: int  # rollouts
     num_rollouts: int  # that have a reward
@@ -71,13 +72,17 @@ class Profile:
         return {"reward": measures.reward.mean, "tokens": measures.tokens.mean, **measures.scores}
 
     def task_indices(self, dataset: str) -> npt.NDArray[np.int64]:
-        """Return the indices of a dataset's tasks. Raises ConfigError for an unknown dataset."""
+        """Return the indices of the tasks of a `Summary.dataset`. Raises ConfigError for an unknown one."""
         table = self.table
         if dataset == ALL_DATASETS:
             return np.arange(len(table.rewards))
-        if dataset not in table.datasets:
-            raise ConfigError("dataset", dataset, "is not in this collection", known=(ALL_DATASETS, *table.datasets))
-        return np.flatnonzero(table.dataset_of_task == table.datasets.index(dataset))
+        if dataset in table.datasets:
+            return np.flatnonzero(table.dataset_of_task == table.datasets.index(dataset))
+        envs = [ENV_PREFIX + env for env in table.envs]
+        if dataset in envs:
+            return np.flatnonzero(table.env_of_task == envs.index(dataset))
+        known = (ALL_DATASETS, *table.datasets, *envs)
+        raise ConfigError("dataset", dataset, "is not in this collection", known=known)
 
 
 def profile(
@@ -95,8 +100,7 @@ def profile(
     """
     table = read_table(directory, seeds)
     bare = Profile(Path(directory), table, compute_task_metrics(table, ks), ())
-    names = [ALL_DATASETS] + (list(table.datasets) if len(table.datasets) > 1 else [])
-    summaries = tuple(_summarize(bare, name, thresholds) for name in names)
+    summaries = tuple(_summarize(bare, name, thresholds) for name in _list_groups(table))
     if (whole := summaries[0]).num_failed:
         logger.warning("%s: %s", directory, whole.describe_failed())
     return Profile(bare.directory, table, bare.measures, summaries)
@@ -107,6 +111,16 @@ def iter_task_rows(profile: Profile) -> Iterator[dict[str, Any]]:
     known: Iterable[Task | None] = chain(read_tasks(profile.directory), repeat(None))
     for index, task in zip(range(len(profile.table.rewards)), known, strict=False):
         yield _task_row(profile, index, task)
+
+
+def _list_groups(table: RolloutTable) -> list[str]:
+    """Return "all", the datasets if there are several, and the environments if they divide the tasks otherwise."""
+    num_datasets, num_envs = len(table.datasets), len(table.envs)
+    pairs = set(zip(table.dataset_of_task.tolist(), table.env_of_task.tolist(), strict=True))
+    groups = [ALL_DATASETS, *(table.datasets if num_datasets > 1 else ())]
+    if num_envs > 1 and not len(pairs) == num_datasets == num_envs:
+        groups += [ENV_PREFIX + env for env in table.envs]
+    return groups
 
 
 def _summarize(profile: Profile, dataset: str, thresholds: Sequence[float]) -> Summary:
@@ -143,6 +157,7 @@ def _task_row(profile: Profile, index: int, task: Task | None) -> dict[str, Any]
     return {
         "task_index": index,
         "dataset": table.datasets[table.dataset_of_task[index]],
+        "env": table.envs[table.env_of_task[index]],
         **({"prompt_id": task.prompt_id, "task_name": task.task_name} if task else {}),
         "expected": expected,
         "num_rollouts": num_rollouts,

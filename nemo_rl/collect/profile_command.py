@@ -43,7 +43,7 @@ def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     )
     filters.add_argument("--min-reward", type=float, help="least mean reward of a task")
     filters.add_argument("--max-reward", type=float, help="greatest mean reward of a task")
-    filters.add_argument("--dataset", help="only tasks of this dataset")
+    filters.add_argument("--dataset", help="only tasks of this dataset, or of this environment: env/NAME")
 
 
 def _profile(parsed: argparse.Namespace) -> ExitCode:

@@ -219,6 +219,7 @@ class Task:
     dataset: str
     task_name: str  # the environment that scores it
     row: Mapping[str, Any]  # as the dataset has it, so that a curriculum of such rows can be trained on
+    env: str = ""  # the environment in records: NeMo Gym's agent; empty: task_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +268,8 @@ def read_tasks(directory: str | Path) -> Iterator[Task]:
 def _encode_lines(tasks: Iterable[Task]) -> Iterator[bytes]:
     for index, task in enumerate(tasks):
         origin = {"prompt_id": task.prompt_id, "dataset": task.dataset, "task_name": task.task_name}
-        yield encode_json_line({"task_index": index, **origin, "row": task.row})
+        agent = {"env": task.env} if task.env else {}
+        yield encode_json_line({"task_index": index, **origin, **agent, "row": task.row})
 
 
 def _check_unchanged(path: Path, lines: Iterator[bytes], digest: "hashlib._Hash") -> int:

@@ -47,6 +47,8 @@ class RolloutTable:
     answers: npt.NDArray[np.int64]  # [T, N] equal for equal answers; 0: none
     dataset_of_task: npt.NDArray[np.int32]  # [T] index into `datasets`
     datasets: tuple[str, ...]
+    env_of_task: npt.NDArray[np.int32]  # [T] index into `envs`
+    envs: tuple[str, ...]  # environments, NeMo Gym's agents
     stop_reasons: Mapping[str, int] = field(default_factory=dict)
     failed_attempts: Mapping[str, int] = field(default_factory=dict)  # by class
     is_failed: npt.NDArray[np.bool_] | None = None  # [T, N]: attempted, and failed each time; None: no rollout
@@ -106,6 +108,17 @@ def read_table(directory: str | Path, seeds: Iterable[int] | None = None) -> Rol
     return _TableReader(Path(directory), read_manifest(directory, seeds)).table()
 
 
+class _TaskNames:
+    """One name per task, numbered in the order of their appearance."""
+
+    def __init__(self, num_tasks: int) -> None:
+        self.names: dict[str, int] = {}
+        self.of_task = np.zeros(num_tasks, np.int32)
+
+    def set(self, task: int, name: str) -> None:
+        self.of_task[task] = self.names.setdefault(name, len(self.names))
+
+
 class _TableReader:
     def __init__(self, directory: Path, manifest: CollectionManifest) -> None:
         self._manifest = manifest
@@ -118,12 +131,13 @@ class _TableReader:
         self._answers = np.full(shape, NO_ANSWER, np.int64)
         self._is_present = np.zeros(shape, np.bool_)
         self._has_failed = np.zeros(shape, np.bool_)
-        self._datasets: dict[str, int] = {}
-        self._dataset_of_task = np.zeros(manifest.num_tasks, np.int32)
+        self._datasets = _TaskNames(manifest.num_tasks)
+        self._envs = _TaskNames(manifest.num_tasks)
         for index, task in enumerate(read_tasks(directory)):
             if index < manifest.num_tasks:
-                self._dataset_of_task[index] = self._datasets.setdefault(task.dataset, len(self._datasets))
-        self._reads_datasets = not self._datasets  # read from the rollouts if the input is not kept
+                self._datasets.set(index, task.dataset)
+                self._envs.set(index, task.env or task.task_name)
+        self._reads_names = not self._datasets.names  # read from the rollouts if the input is not kept
         self._stop_reasons: Counter[str] = Counter()
 
     def table(self) -> RolloutTable:
@@ -138,8 +152,10 @@ class _TableReader:
             self._rewards,
             self._tokens,
             self._answers,
-            self._dataset_of_task,
-            tuple(self._datasets) or ("",),
+            self._datasets.of_task,
+            tuple(self._datasets.names) or ("",),
+            self._envs.of_task,
+            tuple(self._envs.names) or ("",),
             dict(self._stop_reasons.most_common()),
             dict(failed.most_common()),
             self._has_failed & ~self._is_present,
@@ -161,9 +177,9 @@ class _TableReader:
                 self._answers[at] = _hash_answer(row.get("answer"))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"{location}: is no rollout of a collection: {type(error).__name__}: {error}") from error
-        if self._reads_datasets:
-            name = row.get("dataset") or ""
-            self._dataset_of_task[task] = self._datasets.setdefault(name, len(self._datasets))
+        if self._reads_names:
+            self._datasets.set(task, row.get("dataset") or "")
+            self._envs.set(task, row.get("env") or row.get("task_name") or "")
         self._stop_reasons[str(row.get("stop_reason"))] += 1
 
     def _add_failure(self, row: Mapping[str, Any], location: str) -> str:

@@ -17,6 +17,7 @@ from nemo_rl.environments.nemo_gym.reply import (
     GymInvalidReply,
     GymReply,
     GymStackEnded,
+    find_answer,
     parse_captured_calls,
 )
 from nemo_rl.errors import RolloutError
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 GYM_SERVER_INDEX = 0  # the gateway server that all of Gym calls: `GatewayManager.default_base_url`
 GYM_ROW_KEY = "row"  # key in a prompt's env_state: the data row in Gym's format
-EXTRACTED_ANSWER_KEY = "extracted_answer"  # key in a reply: the answer as many of Gym's environments parsed it
 
 
 async def run_nemo_gym_rollouts(
@@ -102,9 +102,8 @@ class _GymRollout:
         recording = Recording(
             finished.chains, is_incomplete=reply.is_incomplete, loss_weight=0.0 if reply.mask_sample else 1.0
         ).without_rewards()  # only the reply rewards
-        answer = reply.extras.get(EXTRACTED_ANSWER_KEY)
         rewards = reply.reward_components or {self._job.prompt.task_name: reply.reward}
-        result = AgentResult(rewards, None if answer is None else str(answer))
+        result = AgentResult(rewards, find_answer(reply.extras))
         return validate_rewards(result, self._runtime.reward_range), recording
 
     def _take_calls(self, reply: GymReply) -> tuple[GymCall, ...]:

@@ -19,8 +19,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     by_environment: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        name = trajectory.prompt.agent_name or trajectory.prompt.task_name
-        by_environment.setdefault(name, []).append(trajectory)
+        by_environment.setdefault(trajectory.prompt.env, []).append(trajectory)
     metrics = _compute_metrics(trajectories)
     for environment, environment_trajectories in sorted(by_environment.items()):
         several = _compute_metrics(environment_trajectories) if len(by_environment) > 1 else {}

@@ -19,12 +19,12 @@ TIMING_NAMES = tuple(each.name for each in fields(Timings))
 def rollout_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> dict[str, Any]:
     """Return `trajectory` as a JSON-serializable row.
 
-    It holds group_id, prompt_id, dataset, task_name, generation_index, stop_reason, reward (None when failed), rewards
-    by name, answer, failure, num_turns, num_tokens, num_generated_tokens, weight_versions, timings and messages, of an
-    agent that has rewritten its history also other_chains, a list of messages each, and chain_rewards if single
-    calls were rewarded: by name, of messages and other_chains in turn; response_faults if there are any. A message that
-    was sampled through an update of the weights holds weight_spans: [version, start, end] of its tokens. With
-    `write_token_ids` each message also holds token_ids and, if sampled, generation_logprobs.
+    It holds group_id, prompt_id, dataset, task_name, env (`Prompt.env`), generation_index, stop_reason, reward (None
+    when failed), rewards by name, answer, failure, num_turns, num_tokens, num_generated_tokens, weight_versions,
+    timings and messages, of an agent that has rewritten its history also other_chains, a list of messages each, and
+    chain_rewards if single calls were rewarded: by name, of messages and other_chains in turn; response_faults if there
+    are any. A message that was sampled through an update of the weights holds weight_spans: [version, start, end] of
+    its tokens. With `write_token_ids` each message also holds token_ids and, if sampled, generation_logprobs.
     """
     prompt, failure = trajectory.prompt, trajectory.failure
     others = [[_message_to_dict(message, write_token_ids) for message in log] for log in trajectory.other_chains]
@@ -33,6 +33,7 @@ def rollout_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> dic
         "prompt_id": prompt.prompt_id,
         "dataset": prompt.dataset,
         "task_name": prompt.task_name,
+        "env": prompt.env,
         "generation_index": trajectory.generation_index,
         "stop_reason": trajectory.stop_reason,
         "reward": None if failure else trajectory.reward,

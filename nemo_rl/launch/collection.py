@@ -125,7 +125,7 @@ def open_stores(config: SampledRunConfig, inputs: CollectionInputs, stack: Async
 
 def _write_tasks(directory: str, inputs: CollectionInputs) -> TasksSummary:
     rows = inputs.input_set.rows()
-    return write_tasks(directory, (Task(p.prompt_id, p.dataset, p.task_name, row) for p, row in rows))
+    return write_tasks(directory, (Task(p.prompt_id, p.dataset, p.task_name, row, p.agent_name) for p, row in rows))
 
 
 async def _run(

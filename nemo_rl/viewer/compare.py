@@ -117,27 +117,27 @@ def _compare_prompts(first: ViewerSource, second: ViewerSource, split: str) -> I
         last = max((step for step, _, _ in common), default=None)
         common = [key for key in common if key[0] == last]
         label = f"step {last}"
-    tasks = sorted({task for _, task, _ in common})
-    for task in ["", *(tasks if len(tasks) > 1 else [])]:
-        keys = [key for key in common if not task or key[1] == task]
+    envs = sorted({env for _, env, _ in common})
+    for env in ["", *(envs if len(envs) > 1 else [])]:
+        keys = [key for key in common if not env or key[1] == env]
         if keys:
-            name = f"{split} prompts, {label}" + (f", {show(task)[:60]}" if task else "")
+            name = f"{split} prompts, {label}" + (f", env/{show(env)[:60]}" if env else "")
             yield _paired(second.id, name, [tables[0][k] for k in keys], [tables[1][k] for k in keys])
 
 
 def _prompt_rewards(source: ViewerSource, split: str) -> dict[tuple[int, str, int], float]:
-    """Return the mean reward by step (0 for all of training), task and prompt."""
+    """Return the mean reward by step (0 for all of training), environment and prompt."""
     sums: dict[tuple[int, str, int], list[float]] = {}
     for index in source.split(split).indexes:
         columns = index.columns
         known = np.isfinite(columns["reward"])
         steps = columns["step"] if split == "validation" else np.zeros(len(columns), np.int32)
-        names = {number: index.name_of("task", number) for number in np.unique(columns["task"]).tolist()}
-        for step, task, prompt, reward in zip(
-            *(values[known].tolist() for values in (steps, columns["task"], columns["prompt"], columns["reward"])),
+        names = {number: index.name_of("env", number) for number in np.unique(columns["env"]).tolist()}
+        for step, env, prompt, reward in zip(
+            *(values[known].tolist() for values in (steps, columns["env"], columns["prompt"], columns["reward"])),
             strict=True,
         ):
-            total = sums.setdefault((step, names[task], prompt), [0.0, 0.0])
+            total = sums.setdefault((step, names[env], prompt), [0.0, 0.0])
             total[0] += reward
             total[1] += 1
     return {key: total / count for key, (total, count) in sums.items()}

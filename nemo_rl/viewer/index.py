@@ -27,7 +27,7 @@ from nemo_rl.viewer import index_files
 from nemo_rl.viewer.index_records import RECORD, LineEncoder, Names, checksum, parse_object
 from nemo_rl.viewer.row_schema import check_row
 
-FORMAT = 3  # version of the cached index
+FORMAT = 4  # version of the cached index
 CHUNK_BYTES = 1 << 20
 MAX_OPEN = 64  # indexes with open files: two descriptors each
 MAX_LINE_BYTES = 256 << 20  # a longer line is not indexed
@@ -41,7 +41,7 @@ Rows = npt.NDArray[np.int64]
 class Query:
     """Filters over the columns, and the order of the result. None and "" accept everything."""
 
-    task: str = ""
+    env: str = ""
     stop: str = ""
     failure: str = ""  # a class, or "any", or "none"
     step: int | None = None
@@ -110,7 +110,7 @@ class RolloutIndex:
         return self._columns
 
     def names(self, column: str) -> list[str]:
-        """Return the names that a column has: task, stop, failure (without the empty one)."""
+        """Return the names that a column has: env, stop, failure (without the empty one)."""
         return [name for name in self._lines.names[column] if name]
 
     def name_of(self, column: str, number: int) -> str:
@@ -193,7 +193,7 @@ class RolloutIndex:
         """Return the rows that pass all filters but `text`, in the requested order."""
         columns = self.columns
         chosen = np.ones(len(columns), np.bool_)
-        for name, wanted in (("task", query.task), ("stop", query.stop)):
+        for name, wanted in (("env", query.env), ("stop", query.stop)):
             if wanted:
                 chosen &= columns[name] == self._lines.number_of(name, wanted)
         if query.failure in ("any", "none"):

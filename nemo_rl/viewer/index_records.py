@@ -25,7 +25,7 @@ RECORD = np.dtype(
         ("reward", "<f8"),  # NaN if missing
         ("tokens", "<i4"),  # sampled
         ("turns", "<i4"),
-        ("task", "<u2"),
+        ("env", "<u2"),
         ("stop", "<u2"),
         ("failure", "<u2"),  # 0 if it did not fail
         ("generation", "<u2"),
@@ -53,6 +53,7 @@ class _Line(msgspec.Struct, gc=False):
     group_id: str = ""
     prompt_id: str = ""
     task_name: str = ""
+    env: str = ""  # absent from older files, whose environment is task_name
     generation_index: _Small = 0
     stop_reason: str = ""
     reward: float | None = None
@@ -81,7 +82,7 @@ class LineEncoder:
         self.num_lines = 0
         self.num_damaged = 0
         self.damages: dict[int, str] = {}  # why a row is damaged, by line; at most MAX_DAMAGES
-        self.names = {name: Names() for name in ("task", "stop", "failure")}
+        self.names = {name: Names() for name in ("env", "stop", "failure")}
         self.names["failure"][""] = 0
         self._decoder = msgspec.json.Decoder(_Line)
 
@@ -128,7 +129,7 @@ class LineEncoder:
             "reward": [nan if line.reward is None else line.reward for line in lines],
             "tokens": [line.num_generated_tokens for line in lines],
             "turns": [line.num_turns for line in lines],
-            "task": [line.task_name for line in lines],
+            "env": [line.env or line.task_name for line in lines],
             "stop": [line.stop_reason for line in lines],
             "failure": ["" if line.failure is None else line.failure.failure_class for line in lines],
             "generation": [line.generation_index or line.rollout_index for line in lines],

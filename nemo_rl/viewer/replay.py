@@ -200,7 +200,7 @@ def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
     """Return the rollout of one line, with what training reads of it."""
     failure = row["failure"]
     return Trajectory(
-        prompt=Prompt(row["prompt_id"], row["task_name"], (), dataset=row["dataset"]),
+        prompt=Prompt(row["prompt_id"], row["task_name"], (), dataset=row["dataset"], agent_name=row.get("env", "")),
         group_id=row["group_id"],
         generation_index=row["generation_index"],
         message_log=_read_log(row["messages"]),

@@ -55,7 +55,7 @@ def rollouts_page(source: ViewerSource, split: str, values: Mapping[str, str]) -
         else address(f"/s/{source.id}/rollouts/{split}", **{**filters, "start": resume_at}),
         "filters": {field.name: values.get(field.name, "") for field in fields(Query)},
         "problems": problems,
-        "tasks": _options(rollouts, "task"),
+        "envs": _options(rollouts, "env"),
         "stops": _options(rollouts, "stop"),
         "failures": _options(rollouts, "failure"),
     }

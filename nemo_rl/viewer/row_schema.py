@@ -25,6 +25,7 @@ class _Row(msgspec.Struct, gc=False):
     group_id: str = ""
     prompt_id: str = ""
     task_name: str = ""
+    env: str = ""
     task_index: _Whole | None = None
     generation_index: _Whole = 0
     rollout_index: _Whole = 0

@@ -43,7 +43,7 @@ def step_page(source: ViewerSource, step: int) -> Page:
             {
                 "id": str(row.get("group_id", "")),
                 "address": group_address(source, "train", keys[members[0]], row),
-                "task": str(row.get("task_name", "")),
+                "env": str(row.get("env", row.get("task_name", ""))),
                 "prompt": conversation.prompt_text(row),
                 "count": len(members),
                 "failed": int((columns["failure"][members] > 0).sum()),

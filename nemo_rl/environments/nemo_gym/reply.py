@@ -15,6 +15,16 @@ from nemo_rl.errors import NemoRLError
 from nemo_rl.types import FailureClass
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+# Fields of a reply with the answer that majority@k compares: the `answer_key` of Gym's environments (0.4 to 0.7).
+ANSWER_FIELDS = (
+    "extracted_answer",
+    "extracted_model_code",  # code_gen, bigcodebench, evalplus, scicodepile
+    "extracted_code",  # competitive_coding_challenges
+    "extracted_sql",
+    "extracted_judgement",
+    "extracted_grade",
+    "extracted_verdict",
+)
 RESERVED_FIELDS = frozenset({"reward", "response", "responses_create_params", "mask_sample"})
 
 
@@ -133,6 +143,16 @@ def parse_captured_calls(records: Sequence[bytes]) -> tuple[GymCall, ...]:
             raise GymInvalidReply(f"captured record {i} has no tokens")
         calls.append(call)
     return tuple(calls)
+
+
+def find_answer(values: Mapping[str, Any]) -> str | None:
+    """Return the answer that the environment extracted from the response; None if it found none.
+
+    Programs are compared by their text, as in Gym: two that do the same are two answers.
+    """
+    found = (values.get(name) for name in ANSWER_FIELDS)
+    answer = next((value for value in found if value is not None), None)
+    return None if answer is None else str(answer)
 
 
 def _parse_reward(value: Any) -> float:

@@ -90,6 +90,20 @@ def test_a_collection_of_gym_is_profiled(gyms, tmp_path):
     assert (failure["task_index"], failure["cause"]) == (1, "NeMo Gym: timeout: agent hung")
 
 
+def test_equal_programs_are_one_vote(gyms, tmp_path):
+    """Task 0 has two programs with one text, task 1 two that differ in a comment; each task has one that passes."""
+    codes = {(0, 0): "print(1)", (0, 1): "print(1)", (1, 0): "print(2)", (1, 1): "print(2)  # two"}
+    replies = [reply(*at, float(at[1] == 0), 5) | {"extracted_model_code": code} for at, code in codes.items()]
+    write(gyms.with_name("run_failures.jsonl"), [])
+    write(gyms, replies)
+    import_nemo_gym(gyms, tmp_path / "c")
+    table = profile(tmp_path / "c").table
+    assert [len(set(answers)) for answers in table.answers.tolist()] == [1, 2]
+    assert table.envs == ("game_agent",)
+    assert {row["env"] for row in rows(tmp_path / "c" / "rollouts-rs0.jsonl")} == {"game_agent"}
+    assert profile(tmp_path / "c").summaries[0].scores["majority@2"].mean == 0.5
+
+
 def test_a_second_import_adds_what_is_new(gyms, tmp_path):
     import_nemo_gym(gyms, tmp_path / "c")
     before = rows(tmp_path / "c" / "rollouts-rs0.jsonl")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nemo_rl.collect.merge import merge
 from nemo_rl.collect.profile import iter_task_rows, profile
 from nemo_rl.collect.profile_report import write_profile
-from nemo_rl.collect.shards import KeySpace, RolloutKey
+from nemo_rl.collect.shards import KeySpace, RolloutKey, Task, write_tasks
 from nemo_rl.collect.store import RolloutStore
 from nemo_rl.collect.table import NO_ANSWER, UNKNOWN_LENGTH, CollectionManifest, RolloutTable
 from nemo_rl.collect.task_metrics import TaskMetrics, compute_task_metrics, default_ks
@@ -25,6 +25,7 @@ TASKS = [
     {
         "task_index": 0,
         "dataset": "words",
+        "env": "spell",
         "prompt_id": "p0",
         "task_name": "spell",
         "expected": 4,
@@ -45,6 +46,7 @@ TASKS = [
     {
         "task_index": 1,
         "dataset": "words",
+        "env": "spell",
         "prompt_id": "p1",
         "task_name": "spell",
         "expected": 4,
@@ -65,6 +67,7 @@ TASKS = [
     {
         "task_index": 2,
         "dataset": "words",
+        "env": "spell",
         "prompt_id": "p2",
         "task_name": "spell",
         "expected": 4,
@@ -189,6 +192,30 @@ def test_data_sets_are_measured_apart(tmp_path):
     assert "majority@1" not in summaries[0].scores  # nobody gave an answer
 
 
+@pytest.mark.parametrize("keeps_input", [True, False])
+def test_environments_are_measured_apart_where_they_divide_the_tasks_otherwise(tmp_path, keeps_input):
+    tasks = [Task(str(i), dataset, "gym", {}, env) for i, (dataset, env) in enumerate(["aX", "aY", "bX", "bX"])]
+    if keeps_input:
+        write_tasks(tmp_path, tasks)
+    with RolloutStore.open(tmp_path, seed=0, keys=KeySpace(4, 1), identity=IDENTITY) as store:
+        for task, reward in enumerate([1.0, 0.0, 0.5, 0.0]):
+            names = {"dataset": tasks[task].dataset, "task_name": "gym", "env": tasks[task].env}
+            store.append(RolloutKey(task, 0), {**names, "reward": reward})
+    measured = profile(tmp_path)
+    found = {s.dataset: (s.num_tasks, s.scores["reward"].mean) for s in measured.summaries}
+    assert found == {"all": (4, 0.375), "a": (2, 0.5), "b": (2, 0.25), "env/X": (3, 0.5), "env/Y": (1, 0.0)}
+    assert [row["env"] for row in iter_task_rows(measured)] == ["X", "Y", "X", "X"]
+    with pytest.raises(ConfigError, match="did you mean 'env/X'"):
+        measured.task_indices("env/XX")
+
+
+def test_environments_that_are_the_datasets_are_measured_once(tmp_path):
+    write_tasks(tmp_path, [Task("0", "X", "gym", {}, "X"), Task("1", "Y", "gym", {}, "Y")])
+    with RolloutStore.open(tmp_path, seed=0, keys=KeySpace(2, 1), identity=IDENTITY) as store:
+        store.append(RolloutKey(0, 0), {"reward": 1.0})
+    assert [summary.dataset for summary in profile(tmp_path).summaries] == ["all", "X", "Y"]
+
+
 def test_many_tasks_are_measured_alike_in_every_block(tmp_path):
     num_tasks = 9000
     rewards = np.random.default_rng(0).integers(0, 5, (num_tasks, 3)) / 4
@@ -250,7 +277,9 @@ def table_of(tasks: list[list[Cell | None]]) -> RolloutTable:
     rewards, tokens, answers = np.moveaxis(values, 2, 0)
     manifest = CollectionManifest((0,), len(tasks), len(tasks[0]), {}, (), ())
     datasets = np.zeros(len(tasks), np.int32)
-    return RolloutTable(manifest, rewards, tokens.astype(np.int32), answers.astype(np.int64), datasets, ("",))
+    return RolloutTable(
+        manifest, rewards, tokens.astype(np.int32), answers.astype(np.int64), datasets, ("",), datasets, ("",)
+    )
 
 
 def check(measures: TaskMetrics, index: int, task: list[Cell]) -> None:

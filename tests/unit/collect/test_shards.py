@@ -1,5 +1,7 @@
 """Shards: keys, identity, files and the stored input."""
 
+import json
+
 import pytest
 
 from nemo_rl.collect.shards import (
@@ -96,6 +98,13 @@ def test_tasks_are_read_as_they_were_written(tmp_path):
     written = write_tasks(tmp_path / "new", TASKS)
     assert written.num_tasks == 3
     assert list(read_tasks(tmp_path / "new")) == TASKS
+
+
+def test_only_an_agent_names_an_environment_of_its_own(tmp_path):
+    tasks = [Task("0", "", "nemo_gym", {}, "code_gen_simple_agent"), Task("1", "", "math", {})]
+    write_tasks(tmp_path, tasks)
+    assert list(read_tasks(tmp_path)) == tasks
+    assert ["env" in json.loads(line) for line in (tmp_path / "tasks.jsonl").open()] == [True, False]
 
 
 def test_the_same_tasks_are_accepted_again(tmp_path):

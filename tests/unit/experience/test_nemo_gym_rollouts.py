@@ -240,9 +240,10 @@ def test_a_masked_rollout_counts_in_the_baseline_and_has_no_gradient() -> None:
 
 def test_the_answer_that_an_environment_understood_is_kept() -> None:
     def script(agent: str, row: Any) -> Script:
-        return Script(alter=lambda body: body.update(extracted_answer="B"))
+        return Script(alter=lambda body: body.update({row["field"]: "B"}))
 
-    assert rollout_of("one", script=script).answer == "B"
+    for field in ("extracted_answer", "extracted_model_code"):
+        assert rollout_of(row_of("one", field=field), script=script).answer == "B"
 
 
 def test_a_response_cut_by_its_limit_is_truncated_and_scored() -> None:

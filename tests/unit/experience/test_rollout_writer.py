@@ -61,6 +61,7 @@ def test_a_rollout_is_a_line(tmp_path):
             "prompt_id": "p",
             "dataset": "puzzles",
             "task_name": "game",
+            "env": "game",
             "generation_index": 1,
             "stop_reason": "done",
             "reward": 1.5,

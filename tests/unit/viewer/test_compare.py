@@ -23,7 +23,7 @@ def make_source(directory: Path, kind: str = "run") -> ViewerSource:
 
 def make_run(directory: Path, *, lr: float, gain: float, config: str = "") -> ViewerSource:
     metrics = [{"step": step, "train/reward": 0.1 * step + gain} for step in range(1, 5)]
-    validation = [rollout(4, group=f"p{p}", reward=0.5 + gain * (p != 0), task_name="ab"[p % 2]) for p in range(4)]
+    validation = [rollout(4, group=f"p{p}", reward=0.5 + gain * (p != 0), env="ab"[p % 2]) for p in range(4)]
     text = config or f"policy:\n  optimizer: {{lr: {lr}}}\ngrpo:\n  seed: 1\n"
     return make_source(write_run(directory, metrics=metrics, validation=validation, config=text))
 
@@ -48,7 +48,7 @@ def test_differences_are_paired_by_step_and_prompt(tmp_path: Path) -> None:
     # differences 0, .25, .25, .25: mean .1875, standard error .0625, t of 3 degrees 3.182
     assert (prompts.difference, prompts.low, prompts.high) == pytest.approx((0.1875, -0.0114, 0.3864), abs=2e-3)
     assert not prompts.is_significant
-    assert find(result.differences, "validation prompts, step 4, b").difference == pytest.approx(0.25)
+    assert find(result.differences, "validation prompts, step 4, env/b").difference == pytest.approx(0.25)
     assert json.loads(json.dumps(to_dict(result)))["names"] == ["a", "b"]
 
 

@@ -53,6 +53,7 @@ DAMAGES: dict[str, bytes] = {
     "a group of a list": line(group_id=["a"]),
     "a prompt of a list": line(prompt_id=[1]),
     "a task of a list": line(task_name=[1]),
+    "an environment of a number": line(env=7),
     "a stop of a mapping": line(stop_reason={"a": 1}),
     "a failure of text": line(failure="broken"),
     "a failure of a class of a number": line(failure={"class": 7}),

@@ -26,7 +26,7 @@ def test_columns_are_those_of_the_lines(tmp_path: Path, cache: Path) -> None:
     assert (first["step"], first["reward"], first["tokens"], first["generation"]) == (3, 0.5, 3, 2)
     assert math.isnan(second["reward"])
     assert index.name_of("failure", second["failure"]) == "environment"
-    assert (index.names("task"), index.names("stop"), index.names("failure")) == (
+    assert (index.names("env"), index.names("stop"), index.names("failure")) == (
         ["math"],
         ["done", "failed"],
         ["environment"],
@@ -46,8 +46,8 @@ def test_columns_are_those_of_the_lines(tmp_path: Path, cache: Path) -> None:
         (Query(failure="infra"), []),
         (Query(group="1:a"), [0]),
         (Query(prompt="b"), [1, 2, 3]),
-        (Query(task="words"), [2]),
-        (Query(task="unknown"), []),
+        (Query(env="words"), [2]),
+        (Query(env="unknown"), []),
         (Query(sort="-tokens", min_tokens=2), [1, 0, 2, 3]),
         (Query(step_from=2, step_to=2, stop="done"), [2]),
     ],
@@ -56,7 +56,7 @@ def test_filters_choose_rows(tmp_path: Path, cache: Path, query: Query, rows: li
     lines = [
         rollout(1, group="a", reward=0.0),
         rollout(1, group="b", reward=0.5, text="three words here"),
-        rollout(2, group="b", reward=1.0, task_name="words"),
+        rollout(2, group="b", reward=1.0, task_name="nemo_gym", env="words"),
         failed(2, group="b", text="two words"),
     ]
     index = RolloutIndex(write_lines(tmp_path / "train.jsonl", lines), cache=cache).complete()
@@ -84,7 +84,7 @@ def test_second_start_continues_where_the_first_ended(tmp_path: Path, cache: Pat
     assert len(index) == 2
     index.complete()
     assert index.columns["step"].tolist() == [1, 1, 2]
-    assert index.names("task") == ["math", "words"]
+    assert index.names("env") == ["math", "words"]
     assert index.select(Query(failure="environment")).tolist() == [1]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.environments.nemo_gym.reply import GymCall, GymInvalidReply, parse_reply
+from nemo_rl.environments.nemo_gym.reply import GymCall, GymInvalidReply, find_answer, parse_reply
 
 CALL = {"prompt_token_ids": [1, 2], "generation_token_ids": [3, 4], "generation_log_probs": [-0.5, 0]}
 BODY = {
@@ -47,6 +47,25 @@ def test_calls_are_the_items_with_tokens_in_order() -> None:
 
 def test_plain_fields_of_the_environment_are_kept_and_others_left_out() -> None:
     assert parse_reply(BODY).extras == {"score": 0.25, "label": "hard", "is_right": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"extracted_answer": "B"}, "B"),
+        (
+            {"extracted_answer": None, "extracted_model_output": "So: ...", "extracted_model_code": "print(1)"},
+            "print(1)",
+        ),
+        ({"extracted_code": "int main() {}"}, "int main() {}"),
+        ({"extracted_sql": "SELECT 1"}, "SELECT 1"),
+        ({"extracted_answer": 7.0}, "7.0"),
+        ({"extracted_model_code": None, "label": "hard"}, None),
+    ],
+)
+def test_answer_is_the_field_that_gyms_majority_compares(fields: dict[str, Any], answer: str | None) -> None:
+    reply = parse_reply({**BODY, **fields})
+    assert find_answer(reply.extras) == find_answer({**BODY, **fields}) == answer
 
 
 def test_named_rewards_are_those_that_add_up_to_the_reward() -> None:
