@@ -56,7 +56,14 @@ class RateLimiter:
 
 
 class EndpointError(NemoRLError):
-    """A request that no server answered; the text names the server and says why."""
+    """A request that no server answered; the text names the server and says why.
+
+    `status` is that of the last HTTP response, None without one.
+    """
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class ContextLengthExceeded(EndpointError):
@@ -66,8 +73,8 @@ class ContextLengthExceeded(EndpointError):
 class _RetryableError(EndpointError):
     """A failure that a retry may overcome; `wait_s` is the wait that the server requires."""
 
-    def __init__(self, text: str, wait_s: float | None = None) -> None:
-        super().__init__(text)
+    def __init__(self, text: str, status: int | None = None, wait_s: float | None = None) -> None:
+        super().__init__(text, status)
         self.wait_s = wait_s
 
 
@@ -115,7 +122,7 @@ class Endpoint:
                     except _RetryableError as error:
                         failed_at.append(url)
                         if attempt == limits.max_retries:
-                            raise EndpointError(f"{error}, after {attempt + 1} attempts") from error
+                            raise EndpointError(f"{error}, after {attempt + 1} attempts", error.status) from error
                         wait_s = error.wait_s
                 logger.debug("%s did not answer, attempt %d", url, attempt + 1)
                 backoff_s = limits.retry_backoff_s * 2**attempt if wait_s is None else wait_s
@@ -141,17 +148,16 @@ class Endpoint:
         except (aiohttp.ClientError, OSError) as error:
             raise _RetryableError(f"{url}: {type(error).__name__}: {error}") from error
         if response.status >= 500 or response.status in RETRYABLE_STATUSES:
-            raise _RetryableError(
-                f"{url}: {response.status} {text[:MAX_ERROR_TEXT_CHARACTERS]}", _retry_after(response)
-            )
+            cause = f"{url}: {response.status} {text[:MAX_ERROR_TEXT_CHARACTERS]}"
+            raise _RetryableError(cause, response.status, _retry_after(response))
         if response.status >= 400:
             is_too_long = response.status == TOO_LARGE or "context length" in text.lower()
             kind = ContextLengthExceeded if is_too_long else EndpointError
-            raise kind(f"{url}: {response.status} {text[:MAX_ERROR_TEXT_CHARACTERS]}")
+            raise kind(f"{url}: {response.status} {text[:MAX_ERROR_TEXT_CHARACTERS]}", response.status)
         try:
             return json.loads(text)
         except ValueError as error:
-            raise EndpointError(f"{url}: no JSON: {text[:MAX_ERROR_TEXT_CHARACTERS]}") from error
+            raise EndpointError(f"{url}: no JSON: {text[:MAX_ERROR_TEXT_CHARACTERS]}", response.status) from error
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:

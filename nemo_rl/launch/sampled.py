@@ -34,6 +34,8 @@ PROBE = (Message("user", "Hello"),)
 PROBE_TOKENS = 8
 COMPLETION_LIMIT_KEY = "max_completion_tokens"  # required by OpenAI's newer models; older servers only know max_tokens
 
+# Statuses of a server without completions of token ids; any other error says nothing about its API.
+UNSUPPORTED_STATUSES = frozenset({200, 400, 404, 405, 415, 422, 501})  # 200: a page instead of JSON
 
 @dataclass(frozen=True, slots=True)
 class ConnectedServer:
@@ -101,7 +103,10 @@ async def _resolve_model_name(endpoint: Endpoint, requested: str | None) -> str:
 
 
 async def _supports_token_ids(endpoint: Endpoint, model: str, encoder: ChatEncoder | None, *, required: bool) -> bool:
-    """Return whether completions take and return token ids; with `required`, raise ConfigError where they do not."""
+    """Return whether completions take and return token ids; with `required`, raise ConfigError where they do not.
+
+    Raises EndpointError for a server that fails (a 500, a refused key, no answer): its API is unknown.
+    """
     if encoder is None:
         return False
     ids = [token_id for message in encoder.encode_prompt(PROBE) for token_id in message.token_ids]
@@ -109,7 +114,10 @@ async def _supports_token_ids(endpoint: Endpoint, model: str, encoder: ChatEncod
     try:
         answer: Any = await endpoint.post(COMPLETIONS, body, num_tokens=len(ids))
         problem = "" if answer["choices"][0].get("token_ids") else "its answer holds no token_ids"
-    except (EndpointError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except EndpointError as error:
+        if error.status not in UNSUPPORTED_STATUSES:
+            hint = f"cannot tell which API the server has; {KEY}.api: chat sends messages without asking"
+            raise EndpointError(f"{error} ({hint})", error.status) from error
         problem = str(error)
     if problem and required:
         raise ConfigError(f"{KEY}.api", "completions", f"the server does not give token ids for token ids: {problem}")
