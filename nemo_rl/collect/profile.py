@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_rl.collect.shards import Task, read_tasks
+from nemo_rl.collect.shards import OverlongInput, Task, read_tasks
 from nemo_rl.collect.table import UNKNOWN_LENGTH, RolloutTable, read_table
 from nemo_rl.collect.task_metrics import Floats, Statistics, TaskMetrics, compute_task_metrics
 from nemo_rl.errors import ConfigError
@@ -101,6 +101,8 @@ def profile(
     table = read_table(directory, seeds)
     bare = Profile(Path(directory), table, compute_task_metrics(table, ks), ())
     summaries = tuple(_summarize(bare, name, thresholds) for name in _list_groups(table))
+    if (overlong := OverlongInput.of_run(table.manifest.run)) is not None:
+        logger.warning("%s: %s", directory, overlong.describe())
     if (whole := summaries[0]).num_failed:
         logger.warning("%s: %s", directory, whole.describe_failed())
     return Profile(bare.directory, table, bare.measures, summaries)

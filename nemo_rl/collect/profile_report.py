@@ -17,6 +17,7 @@ from rich.table import Table
 from nemo_rl.collect.profile import Profile, Summary, iter_task_rows
 from nemo_rl.collect.profile_comparison import ProfileComparison
 from nemo_rl.collect.rollout_files import atomic_write
+from nemo_rl.collect.shards import OverlongInput
 from nemo_rl.collect.task_metrics import Floats
 from nemo_rl.experience.rollout_rows import encode_json_line
 
@@ -146,6 +147,9 @@ def summary_table(profile: Profile) -> Table:
         table.add_column(escape(summary.dataset) or "(no name)", justify="right")
     for name, values in _summary_rows(profile.summaries):
         table.add_row(escape(name), *values)
+    if (overlong := OverlongInput.of_run(profile.table.manifest.run)) is not None:
+        fate = "left out" if overlong.treatment == "drop" else "wrong answers"
+        table.add_row(f"over-long prompts, {fate}", str(sum(overlong.num_prompts.values())))
     for title, counts in (("ended", profile.table.stop_reasons), ("failed", profile.table.failed_attempts)):
         for name, count in counts.items():
             table.add_row(escape(f"{title}: {name}"), str(count))

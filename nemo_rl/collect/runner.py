@@ -6,7 +6,7 @@ each that ends. Memory: `concurrency` rollouts, and the stores' tables.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,7 @@ from nemo_rl.errors import RolloutError
 from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
 from nemo_rl.experience.rollout_dispatch import run_training_rollouts
 from nemo_rl.experience.rollout_rows import rollout_row
-from nemo_rl.experience.turns import RolloutJob
+from nemo_rl.experience.turns import RolloutJob, make_overlong_trajectory
 from nemo_rl.types import Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -48,14 +48,16 @@ async def collect_rollouts(
     *,
     limits: CollectionLimits,
     on_rollout: Callable[[Trajectory], None] = lambda trajectory: None,
+    masked_tasks: Container[int] = (),
 ) -> None:
     """Run until no store has a missing rollout; each store is marked as done when its last one has ended.
 
     `prompts` is the whole input: task i is prompt i. Each store is sampled with its own seed. A rollout that
-    fails is tried again after all others, up to the store's `max_attempts`. When cancelled, what has ended is stored.
+    fails is tried again after all others, up to the store's `max_attempts`. Rollouts of `masked_tasks` are stored as
+    wrong answers without being run. When cancelled, what has ended is stored.
     Raises RolloutError on a stall and after `max_failures_in_a_row`.
     """
-    runner = _Runner(prompts, dependencies, sampling, limits, on_rollout)
+    runner = _Runner(prompts, dependencies, sampling, limits, on_rollout, masked_tasks)
     for store in stores:
         _finish_if_complete(store)
     while any(store.num_missing for store in stores):
@@ -72,8 +74,10 @@ class _Runner:
         sampling: SamplingParams,
         limits: CollectionLimits,
         on_rollout: Callable[[Trajectory], None],
+        masked_tasks: Container[int],
     ) -> None:
         self._prompts = prompts
+        self._masked_tasks = masked_tasks
         self._limits = limits
         self._on_rollout = on_rollout
         self._dependencies = dependencies
@@ -96,13 +100,14 @@ class _Runner:
     async def _run(self, batch: RolloutBatch) -> None:
         seed = batch.store.seed
         pending_keys: dict[tuple[str, int], RolloutKey] = {}
-        jobs = []
+        jobs, masked = [], []
         for task_index, task_keys in groupby(batch.keys, key=lambda key: key.task_index):
             prompt = self._prompts[task_index]
             group_id = f"rs{seed}:{task_index}"  # requests of several seeds run at once
             for key in task_keys:
                 pending_keys[group_id, key.rollout_index] = key
-                jobs.append(RolloutJob(prompt, group_id, key.rollout_index))
+                job = RolloutJob(prompt, group_id, key.rollout_index)
+                (masked if task_index in self._masked_tasks else jobs).append(job)
 
         def ended(trajectory: Trajectory) -> None:
             key = pending_keys.pop((trajectory.group_id, trajectory.generation_index))
@@ -115,8 +120,12 @@ class _Runner:
                 self._is_stopping = True
                 raise
 
-        options = RolloutOptions(self._sampling, seed, progress=ended, trains=False)
-        await run_training_rollouts(jobs, self._dependencies, options)
+        for job in masked:
+            reward = self._dependencies.truncated_rewards.get(job.prompt.task_name, 0.0)
+            ended(make_overlong_trajectory(job, reward))
+        if jobs:
+            options = RolloutOptions(self._sampling, seed, progress=ended, trains=False)
+            await run_training_rollouts(jobs, self._dependencies, options)
 
     def _store(self, store: RolloutStore, key: RolloutKey, trajectory: Trajectory) -> None:
         if trajectory.failure is None:

@@ -20,6 +20,10 @@ MAX_DIFFERENCES_SHOWN = 20
 _NAME = re.compile(r"rollouts-rs(\d+)(?:-chunk(\d+))?")
 
 
+class OtherCollectionError(ConfigError):
+    """The directory was begun with another configuration, input or number of chunks."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class RolloutKey:
     """One rollout of a seed: the row of the whole input, counted before any chunk is cut, and which repeat of it."""
@@ -130,7 +134,7 @@ class ShardIdentity:
     def check(self, path: Path) -> None:
         """Raise ConfigError unless the identity at `path` is this one, with every difference."""
         if differences := describe_identity_differences(ShardIdentity.read(path).to_dict(), self.to_dict()):
-            raise ConfigError(
+            raise OtherCollectionError(
                 "output_dir",
                 str(path.parent),
                 f"holds rollouts of another run; choose another directory:\n{differences}",
@@ -166,6 +170,32 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongInput:
+    """Prompts of the input that are too long to be sampled from; part of the identity of a run that has any."""
+
+    treatment: str  # `data.overlong`: mask or drop
+    max_tokens: int  # of a prompt
+    num_prompts: Mapping[str, int]  # by dataset
+
+    @classmethod
+    def of_run(cls, run: Mapping[str, Any]) -> "OverlongInput | None":
+        """Return those of a run's identity; None without any."""
+        data = run.get("data")
+        values = data.get("overlong") if isinstance(data, Mapping) else None
+        return None if values is None else cls(**values)
+
+    def describe(self) -> str:
+        """Describe what became of them.
+
+        Example: "3 prompts of more than 512 tokens (data.max_input_seq_length) count as wrong (data.overlong: mask)".
+        """
+        count = sum(self.num_prompts.values())
+        fate = "are left out of all scores" if self.treatment == "drop" else "count as wrong"
+        which = f"{count} prompts of more than {self.max_tokens} tokens (data.max_input_seq_length)"
+        return f"{which} {fate} (data.overlong: {self.treatment})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +310,7 @@ def _check_unchanged(path: Path, lines: Iterator[bytes], digest: "hashlib._Hash"
                 difference = (
                     f"task {count} differs\n  was {_truncate_for_display(before)}\n  is  {_truncate_for_display(now)}"
                 )
-                raise ConfigError(
+                raise OtherCollectionError(
                     "output_dir",
                     str(path.parent),
                     f"holds a collection of other data; choose another directory: {difference}",

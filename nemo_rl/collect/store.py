@@ -8,11 +8,20 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.collect.rollout_files import AppendOnlyFile, atomic_write, read_lines
-from nemo_rl.collect.shards import KeySpace, RolloutKey, ShardFiles, ShardIdentity, find_shards
+from nemo_rl.collect.shards import (
+    TASKS_FILE,
+    KeySpace,
+    OtherCollectionError,
+    RolloutKey,
+    ShardFiles,
+    ShardIdentity,
+    find_shards,
+)
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.experience.rollout_rows import encode_json_line
 from nemo_rl.types import Failure
@@ -213,7 +222,30 @@ def _check_chunking(directory: Path, seed: int, keys: KeySpace) -> None:
         if (None if begun is None else begun.count) != num_chunks:
             was = "whole (collect.chunk = null)" if begun is None else f"in {begun.count} chunks"
             now = None if keys.chunk is None else f"{keys.chunk.index}/{keys.chunk.count}"
-            raise ConfigError("collect.chunk", now, f"seed {seed} was begun {was} in {directory}: continue like that")
+            raise OtherCollectionError(
+                "collect.chunk", now, f"seed {seed} was begun {was} in {directory}: continue like that"
+            )
+
+
+def discard_empty_collection(directory: str | Path) -> bool:
+    """Remove shards and input of a collection that has stored no rollout, only failed attempts if any.
+
+    Returns False, and removes nothing, if a shard holds a rollout or is being written to.
+    """
+    shards = find_shards(directory)
+    with ExitStack() as stack:
+        for shard in shards:
+            try:
+                stack.callback(AppendOnlyFile(shard.rollouts).close)
+            except ConfigError:
+                return False
+            if shard.rollouts.stat().st_size:
+                return False
+        for shard in shards:
+            for path in (shard.identity, shard.done, shard.failures, shard.rollouts):
+                path.unlink(missing_ok=True)
+        (Path(directory) / TASKS_FILE).unlink(missing_ok=True)
+    return True
 
 
 class _BackgroundSync:

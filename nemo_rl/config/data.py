@@ -117,6 +117,9 @@ class InputDataConfig(BaseDataConfig):
     dataset_fields: ClassVar[tuple[str, ...]] = ("input",)
 
     input: DatasetConfig | list[DatasetConfig]  # concatenated: a task's index counts over all datasets
+    # Prompts above max_input_seq_length. mask: never sampled, and wrong answers in every score; drop: left out, and
+    # counted beside the scores; refuse: one ends the collection.
+    overlong: Overlong = "mask"
     seed: Seed = 42  # seeds generated rows of datasets without a seed
 
 

@@ -158,6 +158,25 @@ def check_measured_prompts(prompt_set: PromptSet, limit: LengthLimit, overlong: 
     return len(found)
 
 
+def find_overlong(prompts: Sequence[Prompt], limit: LengthLimit) -> dict[int, str]:
+    """Return the indices of the over-long prompts, each with its dataset.
+
+    A prompt that the chat template refuses is none of them: its rollouts fail. Raises ConfigError if all are.
+    """
+    found: dict[int, str] = {}
+    for index, prompt in enumerate(prompts):
+        try:
+            fits = limit.fits(prompt)
+        except ConfigError:
+            continue
+        if not fits:
+            found[index] = prompt.dataset
+    if found and len(found) == len(prompts):
+        problem = f"all prompts are longer, e.g. {limit.describe(prompts[0])}"
+        raise ConfigError(KEY, limit.max_tokens, problem)
+    return found
+
+
 def refuse_overlong(prompts: Iterable[Prompt], limit: LengthLimit) -> None:
     """Render all prompts; raises ConfigError for the first that is over-long."""
     for prompt in prompts:

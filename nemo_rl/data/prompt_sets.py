@@ -68,8 +68,9 @@ class InputSet:
 
     def rows(self) -> Iterator[tuple[Prompt, dict[str, Any]]]:
         """Yield every prompt with its row as the dataset has it, one at a time."""
-        read = chain.from_iterable(part.read_rows(range(len(part))) for part in self.parts)
-        for prompt_id, (prompt, row) in zip(self.prompts.prompt_ids(), read, strict=False):  # ends with the prompts
+        read = enumerate(chain.from_iterable(part.read_rows(range(len(part))) for part in self.parts))
+        for position, prompt_id in zip(self.prompts.positions, self.prompts.prompt_ids(), strict=True):
+            prompt, row = next(pair for index, pair in read if index == position)
             yield replace(prompt, prompt_id=prompt_id), to_jsonable(row)
 
 

@@ -52,6 +52,14 @@ class Blend(Sequence[Prompt]):
         """Return the NeMo Gym agents that the prompts need."""
         return frozenset[str]().union(*(part.agent_names for part in self.parts))
 
+    def without(self, indices: Container[int]) -> "Blend":
+        """Return the blend of the prompts at all other indices; they keep their ids."""
+        kept = [index for index in range(len(self)) if index not in indices]
+        positions, repeats = (
+            array("I", [values[index] for index in kept]) for values in (self.positions, self.repeats)
+        )
+        return Blend(self.parts, positions, repeats)
+
     def prompt_ids(self) -> Iterator[str]:
         """Yield the ids of all prompts in order, without reading a row."""
         starts = self._part_offsets()

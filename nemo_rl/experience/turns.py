@@ -36,6 +36,7 @@ from nemo_rl.types import (
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 TRUNCATED_BEFORE_REWARD = "truncated_before_reward"  # a response fault
+OVERLONG_PROMPT = "overlong_prompt"  # a response fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +283,21 @@ def truncated_failure(task: str) -> Failure:
     """Return the failure of a rollout that is cut off before any reward."""
     cause = f"cut off by a limit before any reward, and env.{task}.truncated_reward is null"
     return Failure(FailureClass.TRUNCATED, cause)
+
+
+def make_overlong_trajectory(job: RolloutJob, reward: float | None) -> Trajectory:
+    """Return the rollout of a prompt that is too long to be sampled from: truncated, with `reward`; None: it fails."""
+    prompt, task = job.prompt, job.prompt.task_name
+    return Trajectory(
+        prompt=prompt,
+        group_id=job.group_id,
+        generation_index=job.generation_index,
+        message_log=tuple(TokenizedMessage(message, ()) for message in prompt.messages),
+        stop_reason=StopReason.TRUNCATED if reward is not None else StopReason.FAILED,
+        rewards={} if reward is None else {task: reward},
+        failure=None if reward is not None else truncated_failure(task),
+        response_faults=(OVERLONG_PROMPT,),
+    )
 
 
 def strip_tool_fields(message: Message) -> Message:

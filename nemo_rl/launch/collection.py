@@ -1,7 +1,7 @@
 """Collections: missing rollouts are run, stored and reported."""
 
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +9,16 @@ from rich.console import Console
 
 from nemo_rl.algorithms.interrupt import Interrupt, Interrupted, cancel_on_termination
 from nemo_rl.collect.runner import CollectionLimits, collect_rollouts
-from nemo_rl.collect.shards import Chunk, KeySpace, Task, TasksSummary, write_tasks
-from nemo_rl.collect.store import RolloutStore
+from nemo_rl.collect.shards import (
+    Chunk,
+    KeySpace,
+    OtherCollectionError,
+    OverlongInput,
+    Task,
+    TasksSummary,
+    write_tasks,
+)
+from nemo_rl.collect.store import RolloutStore, discard_empty_collection
 from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.experience.rollout_dependencies import RolloutDependencies
 from nemo_rl.interfaces import Generation
@@ -37,6 +45,7 @@ class CollectionResult:
     mean_reward: float | None  # over the new rollouts
     is_chunk: bool  # others have the rest of its seeds
     interrupted: bool = False
+    overlong: OverlongInput | None = None  # None: every prompt fits
 
     @property
     def is_complete(self) -> bool:
@@ -76,6 +85,7 @@ async def run_collection(config: SampledRunConfig, console: Console | None = Non
             mean_reward=progress.mean_reward,
             is_chunk=config.collection.chunk_index_and_count is not None,
             interrupted=interrupted,
+            overlong=inputs.overlong,
         )
 
 
@@ -87,6 +97,8 @@ def format_result(result: CollectionResult) -> str:
         f"Rollouts    {result.num_finished:,} of {result.num_rollouts:,} in {directory}",
         f"This start  {result.num_new:,} in {result.seconds:.1f} s{reward}",
     ]
+    if result.overlong is not None:
+        lines.append(f"Over-long   {result.overlong.describe()}")
     if result.num_given_up:
         lines.append(f"Failed      {result.num_given_up:,} each time: {directory}/*_failures.jsonl")
     if result.is_complete and result.is_chunk:
@@ -99,7 +111,19 @@ def format_result(result: CollectionResult) -> str:
 
 
 def open_stores(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> list[RolloutStore]:
-    """One a seed, each with the whole input beside it; raises ConfigError for rollouts of another run."""
+    """Open one store per seed, with the whole input beside them; raises ConfigError for rollouts of another run.
+
+    A directory of another run without a rollout is begun anew.
+    """
+    try:
+        return _open_stores(config, inputs, stack)
+    except OtherCollectionError as error:
+        if discard_empty_collection(config.collection.output_dir):
+            logger.info("beginning anew, since no rollout was stored: %s", error)
+        return _open_stores(config, inputs, stack)  # another chunk's job may have begun it anew meanwhile
+
+
+def _open_stores(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> list[RolloutStore]:
     collection = config.collection
     tasks = _write_tasks(collection.output_dir, inputs)
     chunk = None
@@ -108,19 +132,24 @@ def open_stores(config: SampledRunConfig, inputs: CollectionInputs, stack: Async
     keys = KeySpace(tasks.num_tasks, collection.num_repeats, chunk)
     served_model = None if inputs.served is None else inputs.served.model
     engine = engine_name(config, inputs)
-    identity = run_identity(config, tasks, inputs.model_path, engine=engine, served_model=served_model)
-    return [
-        stack.enter_context(
-            RolloutStore.open(
-                collection.output_dir,
-                seed=seed,
-                keys=keys,
-                identity=identity,
-                max_attempts=collection.max_attempts,
+    identity = run_identity(
+        config, tasks, inputs.model_path, engine=engine, served_model=served_model, overlong=inputs.overlong
+    )
+    with ExitStack() as opened:
+        stores = [
+            opened.enter_context(
+                RolloutStore.open(
+                    collection.output_dir,
+                    seed=seed,
+                    keys=keys,
+                    identity=identity,
+                    max_attempts=collection.max_attempts,
+                )
             )
-        )
-        for seed in collection.all_seeds
-    ]
+            for seed in collection.all_seeds
+        ]
+        stack.push(opened.pop_all())
+    return stores
 
 
 def _write_tasks(directory: str, inputs: CollectionInputs) -> TasksSummary:
@@ -151,7 +180,15 @@ async def _run(
         stack.callback(progress.close)
         prompts = inputs.input_set.prompts
         sampling = make_sampling(config, inputs.encoder.stop_token_ids)
-        await collect_rollouts(stores, prompts, dependencies, sampling, limits=limits, on_rollout=progress.rollout)
+        await collect_rollouts(
+            stores,
+            prompts,
+            dependencies,
+            sampling,
+            limits=limits,
+            on_rollout=progress.rollout,
+            masked_tasks=inputs.masked_tasks,
+        )
 
 
 async def _open_dependencies(

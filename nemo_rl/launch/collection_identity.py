@@ -3,10 +3,11 @@
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.collect.shards import TasksSummary
+from nemo_rl.collect.shards import OverlongInput, TasksSummary
 from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.recipe_files import unresolve
@@ -42,7 +43,13 @@ NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 14  # blocks of a weight file that are read f
 
 
 def run_identity(
-    config: SampledRunConfig, tasks: TasksSummary, model_path: str, *, engine: str, served_model: str | None
+    config: SampledRunConfig,
+    tasks: TasksSummary,
+    model_path: str,
+    *,
+    engine: str,
+    served_model: str | None,
+    overlong: OverlongInput | None = None,
 ) -> dict[str, Any]:
     """Return the identity for `RolloutStore.open`: the same for all seeds and chunks.
 
@@ -51,7 +58,8 @@ def run_identity(
     """
     policy, collection = config.policy, config.collection
     identity: dict[str, Any] = {
-        "data": {"digest": tasks.digest},  # alike: tasks can be compared one by one
+        # alike: tasks can be compared one by one
+        "data": {"digest": tasks.digest, **({"overlong": asdict(overlong)} if overlong else {})},
         "config": {
             "agent_names": [one.agent_name or config.data.default.agent_name for _, one in config.data.datasets],
             "env": {name: _identity_values(section) for name, section in config.env.items()},

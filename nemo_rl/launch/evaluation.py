@@ -48,6 +48,8 @@ def _format_headline(config: EvalRunConfig, result: CollectionResult, measured: 
     if score is None or score.mean is None:
         return f"{name}: no task has enough rollouts: {result.directory}"
     error = "" if score.standard_error is None else f" +- {score.standard_error:.4f}"
-    failed = f" ({whole.describe_failed()})" if whole.num_failed else ""
+    notes = [whole.describe_failed()] if whole.num_failed else []
+    notes += [result.overlong.describe()] if result.overlong is not None else []
+    noted = f" ({'; '.join(notes)})" if notes else ""
     where = Path(result.directory)
-    return f"{name} {score.mean:.4f}{error} of {config.policy.model_name} over {score.num_tasks} tasks{failed}: {where}"
+    return f"{name} {score.mean:.4f}{error} of {config.policy.model_name} over {score.num_tasks} tasks{noted}: {where}"

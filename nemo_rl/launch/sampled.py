@@ -2,15 +2,17 @@
 `server.address`."""
 
 import logging
+from collections import Counter
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_rl.collect.shards import OverlongInput
 from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.policy import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.config.shared_sections import start_limit_s
 from nemo_rl.data.chat import ChatEncoder, TextOnlyChatEncoder
-from nemo_rl.data.prompt_screen import LengthLimit, refuse_overlong
+from nemo_rl.data.prompt_screen import LengthLimit, find_overlong, refuse_overlong
 from nemo_rl.data.prompt_sets import InputSet, PromptSet, load_input
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.distributed.devices import Device, choose_device
@@ -32,10 +34,10 @@ KEY = "server"
 ANY_MODEL = "any"  # until the server has named its models
 PROBE = (Message("user", "Hello"),)
 PROBE_TOKENS = 8
-COMPLETION_LIMIT_KEY = "max_completion_tokens"  # required by OpenAI's newer models; older servers only know max_tokens
-
 # Statuses of a server without completions of token ids; any other error says nothing about its API.
 UNSUPPORTED_STATUSES = frozenset({200, 400, 404, 405, 415, 422, 501})  # 200: a page instead of JSON
+COMPLETION_LIMIT_KEY = "max_completion_tokens"  # required by OpenAI's newer models; older servers only know max_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectedServer:
@@ -119,6 +121,8 @@ async def _supports_token_ids(endpoint: Endpoint, model: str, encoder: ChatEncod
             hint = f"cannot tell which API the server has; {KEY}.api: chat sends messages without asking"
             raise EndpointError(f"{error} ({hint})", error.status) from error
         problem = str(error)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        problem = f"its answer holds no completion: {type(error).__name__}: {error}"
     if problem and required:
         raise ConfigError(f"{KEY}.api", "completions", f"the server does not give token ids for token ids: {problem}")
     if problem:
@@ -144,6 +148,8 @@ class CollectionInputs:
     encoder: ChatEncoder
     model_path: str  # a directory or a hub name
     served: ConnectedServer | None  # None: an engine will be started
+    overlong: OverlongInput | None = None  # None: every prompt fits
+    masked_tasks: frozenset[int] = frozenset()  # over-long ones that are in the input
 
     @property
     def prompt_set(self) -> PromptSet:
@@ -176,9 +182,27 @@ async def load_collection_inputs(config: SampledRunConfig, stack: AsyncExitStack
         trusted = config.server.trust_remote_code
         check_context_length(config.policy, load_config(model_path, {}, trust_remote_code=trusted))
     assert encoder is not None  # needed to probe a server for token ids
-    if config.data.max_input_seq_length is not None:
-        refuse_overlong(prompt_set.prompts, LengthLimit(encoder, config.data.max_input_seq_length))
-    return CollectionInputs(input_set, encoder, model_path, served)
+    inputs = _screen_lengths(config, CollectionInputs(input_set, encoder, model_path, served))
+    if inputs.overlong is not None:
+        logger.warning("input: %s", inputs.overlong.describe())
+    return inputs
+
+
+def _screen_lengths(config: SampledRunConfig, inputs: CollectionInputs) -> CollectionInputs:
+    """Return the inputs with their over-long prompts masked or dropped; raises ConfigError as `data.overlong` says."""
+    data, prompts, room = config.data, inputs.input_set.prompts, config.policy.max_total_sequence_length - 1
+    limit = LengthLimit(inputs.encoder, min(data.max_input_seq_length or room, room))
+    if data.overlong == "refuse":
+        refuse_overlong(prompts, limit)
+        return inputs
+    found = find_overlong(prompts, limit)
+    if not found:
+        return inputs
+    overlong = OverlongInput(data.overlong, limit.max_tokens, dict(Counter(found.values())))
+    if data.overlong == "mask":
+        return replace(inputs, overlong=overlong, masked_tasks=frozenset(found))
+    kept = replace(inputs.input_set, prompts=prompts.without(found))
+    return replace(inputs, overlong=overlong, input_set=kept)
 
 
 def find_device(config: SampledRunConfig) -> Device | None:

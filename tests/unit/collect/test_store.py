@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from nemo_rl.collect.shards import Chunk, KeySpace, RolloutKey
-from nemo_rl.collect.store import RolloutStore
+from nemo_rl.collect.store import RolloutStore, discard_empty_collection
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Failure, FailureClass
 
@@ -272,6 +272,20 @@ def test_a_seed_that_was_cut_otherwise_is_refused(tmp_path, begun, now):
     assert len(list(tmp_path.glob("*_identity.json"))) == 1
     with opened(tmp_path, keys=KeySpace(8, 1, now), seed=1):
         pass
+
+
+def test_a_collection_with_failed_attempts_alone_is_discarded(tmp_path):
+    with opened(tmp_path) as store, opened(tmp_path, seed=1):
+        store.append_failure(RolloutKey(0, 0), Failure(FailureClass.INFRA, "no server"))
+        assert not discard_empty_collection(tmp_path)  # being written to
+    (tmp_path / "tasks.jsonl").touch()
+    assert discard_empty_collection(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with opened(tmp_path, identity={"model": "another"}) as store, opened(tmp_path, seed=1):
+        store.append(RolloutKey(0, 0), {})
+    before = sorted(tmp_path.iterdir())
+    assert not discard_empty_collection(tmp_path)  # holds a rollout
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_chunks_of_one_cut_stand_side_by_side(tmp_path):

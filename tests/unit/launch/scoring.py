@@ -11,6 +11,11 @@ def length(messages: Sequence[Mapping[str, str]], metadata: Mapping[str, Any]) -
     return float(len(messages[-1]["content"]))
 
 
+def one_more_than_length(messages: Sequence[Mapping[str, str]], metadata: Mapping[str, Any]) -> float:
+    """The number of characters of the answer, and one."""
+    return 1.0 + len(messages[-1]["content"])
+
+
 def raising(messages: Sequence[Mapping[str, str]], metadata: Mapping[str, Any]) -> float:
     """Scores nothing."""
     raise ValueError("made to fail")

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from nemo_rl.collect.profile import profile
+from nemo_rl.collect.profile_command import PROFILE
 from nemo_rl.collect.shards import TasksSummary, read_tasks
 from nemo_rl.command_line import run_command
 from nemo_rl.config.loading import load_collect_config, load_config
@@ -97,6 +100,92 @@ def test_another_configuration_is_refused_with_each_difference(path: Path) -> No
     assert "timeout_s" not in str(error.value)
     with pytest.raises(ConfigError, match="holds a collection of other data; choose another directory: task 1 differs"):
         run(path, "collect.limit=2")
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        ("env.letters.type=tests.unit.launch.scoring:length", "policy.generation.temperature=0.5"),
+        ("env.letters.type=tests.unit.launch.scoring:length", "collect.limit=2"),
+        ("env.letters.type=tests.unit.launch.scoring:length", "collect.chunk=0/1"),
+    ],
+)
+def test_a_collection_without_a_rollout_is_begun_anew_with_what_was_corrected(
+    path: Path, correction: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RolloutError, match="in a row failed"):
+        run(path, "env.letters.type=tests.unit.launch.scoring:raising", "collect.max_failures_in_a_row=3")
+    with caplog.at_level("INFO"):
+        corrected = run(path, *correction)
+    assert (corrected.is_complete, corrected.num_given_up) == (True, 0)
+    assert "beginning anew, since no rollout was stored: " in caplog.text
+    assert [each.read_bytes() for each in (path.parent / "out").glob("*_failures.jsonl")] == [b""]
+    assert profile(path.parent / "out").summaries[0].missing == 0
+    with pytest.raises(ConfigError, match="choose another directory"):
+        run(path, "collect.limit=1")
+
+
+OVERLONG = "data.max_input_seq_length=25"  # tokens: those of a letter fit, those of fifty do not
+
+
+@pytest.fixture
+def with_overlong(path: Path, letters: Path) -> Path:
+    """The recipe over a, 50 b, c, 50 d: an answer of n characters earns n + 1."""
+    rows = [{"input": letter * count, "output": letter} for letter, count in zip("abcd", (1, 50, 1, 50), strict=True)]
+    letters.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(path.read_text().replace("scoring:length", "scoring:one_more_than_length"))
+    return path
+
+
+def test_masked_prompts_are_not_sampled_and_count_as_wrong(
+    with_overlong: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    collected = run(with_overlong, OVERLONG)
+    assert (collected.is_complete, collected.num_finished) == (True, 8)
+    found = {task: [row for row in rows(with_overlong) if row["task_index"] == task] for task in range(4)}
+    for task, of_task in found.items():
+        assert len(of_task) == 2
+        assert all((row["reward"] > 0) == (row["num_turns"] == 1) == (task in (0, 2)) for row in of_task)
+    assert {(r["stop_reason"], *r["response_faults"]) for r in found[1]} == {("truncated", "overlong_prompt")}
+    said = "2 prompts of more than 25 tokens (data.max_input_seq_length) count as wrong (data.overlong: mask)"
+    assert f"Over-long   {said}" in collection.format_result(collected)
+    caplog.clear()
+    whole = profile(with_overlong.parent / "out").summaries[0]
+    assert said in caplog.text
+    recount = sum(row["reward"] for row in rows(with_overlong)) / 8
+    assert whole.scores["pass@1[avg-of-2]"].mean == pytest.approx(recount)
+    assert whole.num_tasks == 4
+    with pytest.raises(ConfigError, match=r"overlong\.treatment: was 'mask'|other data"):
+        run(with_overlong, OVERLONG, "data.overlong=drop")
+
+
+def test_dropped_prompts_are_left_out_and_reported(
+    with_overlong: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = with_overlong.parent / "all"
+    run(with_overlong, "policy.max_total_sequence_length=128", f"collect.output_dir={other}")
+    ids = [task.prompt_id for task in read_tasks(other)]
+    assert caplog.text == ""
+    collected = run(with_overlong, OVERLONG, "data.overlong=drop")
+    assert (collected.is_complete, collected.num_finished) == (True, 4)
+    said = (
+        "2 prompts of more than 25 tokens (data.max_input_seq_length) are left out of all scores (data.overlong: drop)"
+    )
+    assert f"Over-long   {said}" in collection.format_result(collected)
+    assert said in caplog.text
+    assert [task.row["input"] for task in read_tasks(with_overlong.parent / "out")] == ["a", "c"]
+    assert [row["prompt_id"] for row in rows(with_overlong)] == [ids[0], ids[0], ids[2], ids[2]]
+    assert run_command(PROFILE, [str(with_overlong.parent / "out")]) == 0
+    assert re.search(r"over-long prompts, left out\s*│\s*2", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("overlong", ["mask", "drop", "refuse"])
+def test_an_input_of_which_nothing_fits_is_refused(with_overlong: Path, overlong: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.max_input_seq_length = 3: .*has \d+ tokens"):
+        run(with_overlong, "data.max_input_seq_length=3", f"data.overlong={overlong}")
+    if overlong == "refuse":
+        with pytest.raises(ConfigError, match=r"max_input_seq_length = 25: prompt .* has \d+ tokens"):
+            run(with_overlong, OVERLONG, "data.overlong=refuse")
 
 
 def test_a_model_is_told_by_its_weights(model_directory: Path, tmp_path: Path) -> None:
