@@ -13,6 +13,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; what the te
 import hypothesis
 import pytest
 
+from nemo_rl.ray_environment import set_ray_variables
+
+set_ray_variables()  # before a test imports Ray
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

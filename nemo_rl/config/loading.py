@@ -45,6 +45,7 @@ from nemo_rl.config.recipe_files import (
 from nemo_rl.config.supervised_runs import DPORunConfig, RewardModelRunConfig, SFTRunConfig, SupervisedRunConfig
 from nemo_rl.config.translators import recipe_translators
 from nemo_rl.errors import ConfigError, flatten_config_errors, raise_config_errors
+from nemo_rl.ray_environment import set_ray_variables
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +194,7 @@ def read_config(
 
     Raises ConfigError that lists every obstacle.
     """
+    set_ray_variables()  # before the recipe's dotted paths are imported, which may import Ray
     raw = read_raw(schema, path, overrides)
     resolved = resolve_interpolations(raw, Path(path))
     texts = find_environment_values(raw, resolved)

@@ -2,14 +2,17 @@
 
 import asyncio
 import atexit
+import ipaddress
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +20,11 @@ from typing import Any
 import ray
 import ray.exceptions
 import ray.util
-from ray._private import ray_constants
-from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue] - compiled, without types
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl.config.layout import DeviceSlot, Layout
-from nemo_rl.distributed.machine import LOOPBACK_INTERFACE, interface_of, write_private
+from nemo_rl.distributed.machine import LOOPBACK_INTERFACE, interface_of, outward_address, write_private
 from nemo_rl.errors import WorkerError
 
 logger = logging.getLogger(__name__)
@@ -37,14 +38,14 @@ POLL_S = 1  # Ray wants whole seconds
 PROBE_S = 120.0  # limit for a node to report its GPUs
 TOKEN, TOKEN_FILE, TOKEN_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"  # Ray's variables
 TOKEN_BYTES = 32
-UV_RUN = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"  # Ray reads the variable into a constant of this name at import
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's variable; 0: the node's address is 127.0.0.1
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's variable, read when a process group is made
 HEAD_TIMEOUT, HEAD_TIMEOUT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", "15"  # after which a local cluster is given up
 
 
 def node_ip() -> str:
-    """Return the address by which the cluster reaches this machine; needs no connection to a cluster."""
-    return ray.util.get_node_ip_address()
+    """Return the address by which the cluster reaches this machine; without a cluster that of its default route."""
+    return ray.util.get_node_ip_address() if ray.is_initialized() else outward_address()
 
 
 def use_node_interface() -> None:
@@ -80,8 +81,6 @@ def connect(
     """
     if ray.is_initialized():
         return
-    if UV_RUN not in os.environ:  # else Ray would build the environment of `uv run` again for every worker
-        setattr(ray_constants, UV_RUN, False)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if env_vars:
         quiet["runtime_env"] = {"env_vars": dict(env_vars)}
@@ -99,12 +98,15 @@ def connect(
     size = max(OBJECT_STORE_BYTES, object_store_bytes)
     ensure_token()
     os.environ.setdefault(HEAD_TIMEOUT, HEAD_TIMEOUT_S)  # Ray's own is 60 s, in case the head starts again
+    if LOOPBACK_INTERFACE is not None:  # for gloo, in ranks and engines, which inherit it
+        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)
     try:
-        with _loopback_only():
-            ray.init(address="local", num_cpus=num_cpus, object_store_memory=size, include_dashboard=False, **quiet)
+        ray.init(address="local", num_cpus=num_cpus, object_store_memory=size, include_dashboard=False, **quiet)
     except Exception as error:  # Ray's own for a node that does not come up has no other class
         raise WorkerError(f"no local Ray cluster could be started: {type(error).__name__}: {error}") from error
     logger.info("started a local Ray cluster with an object store of %d MiB", size // 2**20)
+    if not ipaddress.ip_address(node_ip()).is_loopback:
+        logger.warning("the local Ray cluster listens on all interfaces: set %s=0 before Ray is imported", LOOPBACK)
     if SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free) < size - OBJECT_STORE_BYTES:
         logger.warning(
             "%s has %d MiB left, and batches and scores of a step take %d MiB: Ray keeps them on a disk instead",
@@ -129,25 +131,7 @@ def ensure_token() -> None:
     os.environ[TOKEN_FILE] = str(Path(directory, "token"))
 
 
-@contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Let the cluster that is started in the block listen on the loopback interface alone.
-
-    Ray 2.60 listens there if that is the node's address, and replaces `_node_ip_address="127.0.0.1"` by another one
-    (services.resolve_ip_for_localhost), except if RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 when it is imported: here the
-    constant that it makes of this is set for the block. Gloo, in ranks and engines, inherits the interface.
-    """
-    if LOOPBACK_INTERFACE is not None:
-        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-def _describe_refusal(address: str, error: Exception) -> str:
+def _describe_refusal(address: str, error: object) -> str:
     mode, has_token = os.environ.get(TOKEN_MODE), bool(os.environ.get(TOKEN) or os.environ.get(TOKEN_FILE))
     reason = str(error).partition(".")[0]
     here = f"{TOKEN_MODE} is {mode or 'not set'}, {TOKEN} or {TOKEN_FILE} is {'set' if has_token else 'not set'}"
@@ -179,12 +163,14 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise WorkerError(f"no Ray cluster answers at {address!r} ({ADDRESS_KEYS}): {error}") from error
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]  # `ray status`
     try:
-        GcsClient(address=address)
-    except ray.exceptions.AuthenticationError as error:
-        raise WorkerError(_describe_refusal(address, error)) from error
-    except ray.exceptions.RayError as error:
-        logger.debug("%s does not answer as Ray does: %s", address, error)
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        logger.debug("%s does not answer `ray status` in %g s", address, CONNECT_TIMEOUT_S)
+        return
+    if refusal := re.search(r"AuthenticationError: (.*)", asked.stderr):
+        raise WorkerError(_describe_refusal(address, refusal[1]))
 
 
 def shutdown() -> None:

@@ -22,6 +22,7 @@ UNLIMITED = 2**20  # requested if there is no hard limit: kernels have one of th
 OMP_PAUSE_HARD = 2  # OpenMP 5.0: release the threads and all state
 LOOPBACK_INTERFACE = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 EPHEMERAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux's ports for outgoing connections
+FAR_ADDRESS = ("192.0.2.1", 53)  # of no machine (RFC 5737); the route to it is the default one
 FIRST = 20_000  # the lowest port that is handed out: Ray's workers listen below
 
 _LIBRARIES = ctypes.CDLL(None)  # all libraries of this process; OpenMP's runtime comes with torch
@@ -43,6 +44,16 @@ def interface_of(address: str) -> str | None:
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
     return None
+
+
+def outward_address() -> str:
+    """Return this machine's address on the way to other networks, else that of its host name. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(FAR_ADDRESS)
+        except OSError:  # no route
+            return socket.gethostbyname(socket.gethostname())
+        return probe.getsockname()[0]
 
 
 def raise_file_limit() -> int:

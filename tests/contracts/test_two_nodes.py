@@ -27,7 +27,7 @@ from nemo_rl.distributed.cluster import (
     reserve,
     shutdown,
 )
-from nemo_rl.distributed.machine import interface_of, write_private
+from nemo_rl.distributed.machine import interface_of, outward_address, write_private
 from nemo_rl.errors import WorkerError
 from nemo_rl.policy.driver import PolicyWorkerGroup
 from tests.contracts.standing import Standing
@@ -53,7 +53,9 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     reset_auth_token_state()  # Ray has read the variables when it was imported
     cluster = Cluster()
     for _ in range(2):
-        cluster.add_node(num_cpus=2, resources={"sim_gpu": GPUS_OF_A_NODE}, object_store_memory=100 * 2**20)
+        resources: dict[str, Any] = {"sim_gpu": GPUS_OF_A_NODE}
+        where: dict[str, Any] = {"node_ip_address": outward_address()}
+        cluster.add_node(num_cpus=2, resources=resources, object_store_memory=100 * 2**20, **where)
     cluster.wait_for_nodes(timeout=DEADLINE_S)
     connect(cluster.address)
     yield str(cluster.address)

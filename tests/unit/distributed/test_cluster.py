@@ -2,24 +2,26 @@ import logging
 import os
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from ray._private import ray_constants
 
+from nemo_rl.distributed import cluster
 from nemo_rl.distributed.cluster import (
     OBJECT_STORE_BYTES,
     TOKEN,
     TOKEN_FILE,
-    UV_RUN,
     cluster_address,
     connect,
     ensure_token,
     warn_of_small_stores,
 )
 from nemo_rl.errors import WorkerError
+from nemo_rl.ray_environment import VARIABLES, set_ray_variables
 
 
 @pytest.mark.timeout(120)
@@ -42,24 +44,41 @@ def test_local_cluster_has_the_object_store_that_a_step_needs(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
+    monkeypatch.setattr(cluster, "node_ip", lambda: "127.0.0.1")
     connect(object_store_bytes=needed)
     assert [options["object_store_memory"] for options in started] == [size]
 
 
-@pytest.mark.parametrize(("variable", "builds_again"), [(None, False), ("1", True)])
-def test_workers_share_the_environment_of_uv_run_unless_the_user_asks_for_rays_own(
-    variable: str | None, builds_again: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("given", "found"), [(None, "0"), ("1", "1")])
+def test_variables_of_ray_are_set_unless_the_user_has_set_them(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[bool] = []
-    monkeypatch.delenv(UV_RUN, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(UV_RUN, variable)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_constants, UV_RUN, True)  # as Ray sets it when a user's module imports Ray first
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **options: found.append(getattr(ray_constants, UV_RUN)))
-    connect()
-    assert found == [builds_again]
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        if given is not None:
+            monkeypatch.setenv(name, given)
+    set_ray_variables()
+    assert [os.environ[name] for name in VARIABLES] == [found] * len(VARIABLES)
+
+
+LOADS_A_RECIPE = """
+import os, sys
+from pathlib import Path
+from nemo_rl.config.loading import load_config
+load_config(Path(sys.argv[1]))
+assert "ray" not in sys.modules
+from nemo_rl.distributed import cluster
+from ray._private.ray_constants import ENABLE_RAY_CLUSTER, RAY_ENABLE_UV_RUN_RUNTIME_ENV
+print(ENABLE_RAY_CLUSTER, RAY_ENABLE_UV_RUN_RUNTIME_ENV)
+"""
+
+
+def test_ray_reads_the_variables_when_it_is_imported() -> None:
+    variables = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    recipe = Path(__file__).parents[3] / "examples" / "configs" / "quickstart.yaml"
+    command = [sys.executable, "-c", LOADS_A_RECIPE, str(recipe)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["False", "False"], done.stderr
 
 
 def test_node_with_a_smaller_store_is_named(caplog: pytest.LogCaptureFixture) -> None:
