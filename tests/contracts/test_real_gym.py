@@ -117,9 +117,13 @@ async def tools(client: GymClient, policy: SwitchedPolicy) -> None:
 
 async def a_game(client: GymClient, policy: SwitchedPolicy) -> None:
     row = policy.rows("blackjack")[0]
-    reply = await rollout(client, policy, BLACKJACK, row, {"content": "<action>stand</action>"})
+    hit, stand = ({"content": f"<action>{action}</action>"} for action in ("hit", "stand"))
+    reply = await rollout(client, policy, BLACKJACK, row, hit, hit, stand)
     assert reply.reward in (-1.0, 0.0, 1.0)
-    assert len(reply.calls) == 1
+    prompts = [(1, 2), (1, 2, 3, 4, 9), (1, 2, 3, 4, 9, 3, 4, 9)]
+    assert [(call.prompt_token_ids, call.generation_token_ids) for call in reply.calls] == [
+        (prompt, (3, 4)) for prompt in prompts
+    ]
 
 
 async def a_full_context(client: GymClient, policy: SwitchedPolicy) -> None:

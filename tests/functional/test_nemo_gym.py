@@ -173,7 +173,7 @@ def test_the_documented_collection_starts_and_stops_a_stack(version: str, fresh_
         (task, repeat) for task in range(NUM_TASKS) for repeat in range(4)
     ]
     assert (output / "rollouts-rs0_failures.jsonl").read_bytes() == b""
-    assert not stack_processes(output / "nemo_gym" / "env.yaml")
+    assert not stack_processes(output / "nemo_gym" / "nemo_gym" / "env.yaml")
 
 
 @pytest.fixture
