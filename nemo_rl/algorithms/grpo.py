@@ -14,12 +14,15 @@ from nemo_rl.algorithms.advantages import batch_metrics, clip_advantages
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.reward_penalties import Penalties, StepFaults
 from nemo_rl.algorithms.stages import StepBatch, TeacherStage
+from nemo_rl.config.kinds import foreign_names
 from nemo_rl.config.master import GRPOConfig, GRPORunConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.assembly import BatchRow, TrajectoryKey, assemble_batch, trajectory_key
 from nemo_rl.interfaces import AdvantageEstimator, LossFn, Policy
 from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.types import CollectedGroups, StopReason, TrainingBatch, TrajectoryGroup
+
+__getattr__ = foreign_names(__name__)
 
 
 @dataclass(frozen=True, slots=True)

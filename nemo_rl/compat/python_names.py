@@ -4,6 +4,7 @@
 `__getattr__` of the modules at NeMo-RL's import paths.
 """
 
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +16,12 @@ REPLACED_MODULES = {
     "(docs/architecture.md)",
     "nemo_rl.models": "nemo_rl.policy and nemo_rl.generation; protocols: nemo_rl.interfaces",
     "nemo_rl.evals": "examples/run_eval.py (docs/evaluation.md)",
-    "nemo_rl.environments.math_environment": "env.<name>.type: math (nemo_rl.environments.math_answers)",
     "nemo_rl.environments.code_environment": "env.<name>.type: tools (nemo_rl.environments.tools)",
     "nemo_rl.environments.reward_model_environment": "env.<name>.scorers (docs/reward_models.md)",
     "nemo_rl.environments.games": "env.<name>.type: sliding_puzzle",
     "nemo_rl.environments.rewards": "nemo_rl.environments.final_answers, or a function of your own",
     "nemo_rl.data.llm_message_utils": "nemo_rl.data.chat (ChatEncoder)",
-    "nemo_rl.data.utils": "nemo_rl.data.prompt_sets",
     "nemo_rl.data.multimodal_utils": "nothing: only text is trained on",
-    "nemo_rl.distributed.ray_actor_environment_registry": "nothing: one environment serves all processes",
     "nemo_rl.distributed.worker_groups": "nemo_rl.distributed.worker_group",
     "nemo_rl.algorithms.loss": "nemo_rl.losses",
     "nemo_rl.algorithms.loss_functions": "nemo_rl.losses",
@@ -34,20 +32,45 @@ REPLACED_MODULES = {
     "nemo_rl.algorithms.sft": f"{SCRIPTS}; nemo_rl.algorithms.supervised_loop has the loop",
     "nemo_rl.algorithms.dpo": f"{SCRIPTS}; nemo_rl.algorithms.supervised_loop has the loop",
     "nemo_rl.algorithms.rm": "examples/run_rm.py (nemo_rl.algorithms.reward_model)",
-    "nemo_rl.algorithms.utils": "nemo_rl.data.tokenizer (tokenizers), and the seed of a recipe",
 }
 REPLACED_NAMES = {
-    "MasterConfig": "nemo_rl.config.master",
-    "setup": SCRIPTS,
-    "grpo_train": SCRIPTS,
-    "async_grpo_train": SCRIPTS,
     "distillation_train": SCRIPTS,
     "RayVirtualCluster": "the section `cluster` of a recipe (docs/clusters.md)",
-    "init_ray": "the section `cluster` of a recipe (docs/clusters.md)",
-    "create_env": "nemo_rl.environments.registry.make_environment",
     "run_async_nemo_gym_rollout": "nemo_rl.experience.nemo_gym_rollouts",
     "SlicedDataDict": "BatchedDataDict",
 }
+
+
+_RESPONSES = ("script_data", ("ResponseDataset", "load_response_dataset"))
+# Names of run scripts, by the module from which they import them, and the module of compat that has them.
+SCRIPT_NAMES = {
+    "nemo_rl.algorithms.grpo": (
+        "run_scripts", ("MasterConfig", "setup", "grpo_train", "async_grpo_train", "shutdown_environments")
+    ),
+    "nemo_rl.algorithms.utils": ("run_scripts", ("get_tokenizer", "set_seed")),
+    "nemo_rl.models.generation": ("run_scripts", ("configure_generation_config",)),
+    "nemo_rl.utils.config": ("run_scripts", ("load_config", "parse_hydra_overrides", "register_omegaconf_resolvers")),
+    "nemo_rl.utils.logger": ("run_scripts", ("get_next_experiment_dir", "log_container_init_timing")),
+    "nemo_rl.utils.timer": ("run_scripts", ("Timer",)),
+    "nemo_rl.data": ("script_data", ("DataConfig",)),
+    "nemo_rl.data.datasets": ("script_data", ("AllTaskProcessedDataset", *_RESPONSES[1])),
+    "nemo_rl.data.datasets.response_datasets": _RESPONSES,
+    "nemo_rl.data.processors": (
+        "script_data",
+        ("PROCESSOR_REGISTRY", "math_data_processor", "math_hf_data_processor", "register_processor"),
+    ),
+    "nemo_rl.data.utils": ("script_data", ("setup_response_data",)),
+    "nemo_rl.distributed.ray_actor_environment_registry": ("script_environments", ("get_actor_python_env",)),
+    "nemo_rl.distributed.virtual_cluster": ("script_environments", ("init_ray",)),
+    "nemo_rl.environments.math_environment": ("script_environments", ("MathEnvironment",)),
+    "nemo_rl.environments.utils": ("script_environments", ("ENV_REGISTRY", "create_env", "register_env")),
+}  # fmt: skip
+
+
+def find_name(module: str, name: str) -> Any:
+    """Return what a run script imports from a module of this project; None if it is no name of NeMo-RL."""
+    owner, names = SCRIPT_NAMES.get(module, ("", ()))
+    return getattr(importlib.import_module(f"nemo_rl.compat.{owner}"), name) if name in names else None
 
 
 def explain_import(error: Exception) -> str:
@@ -64,9 +87,11 @@ def explain_import(error: Exception) -> str:
 
 
 def refuse(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module, which raises for every name, and says what replaces one of NeMo-RL's."""
+    """Return the `__getattr__` of a module: names of run scripts; any other raises, with what replaces NeMo-RL's."""
 
     def __getattr__(name: str) -> Any:
+        if (found := find_name(module, name)) is not None:
+            return found
         problem = f"module {module!r} has no attribute {name!r}"
         if name not in REPLACED_NAMES:
             raise AttributeError(problem, name=name)

@@ -24,6 +24,8 @@ from nemo_rl.errors import ConfigError, suggest_name
 
 # Functions that may know what became of a module or name that a user's code cannot import.
 IMPORT_EXPLAINERS = ("nemo_rl.compat.python_names:explain_import",)
+# Functions (module, name) -> what scripts written for another program import from one of our modules; None: nothing.
+FOREIGN_NAMES = ("nemo_rl.compat.python_names:find_name",)
 
 
 class Section(BaseModel):
@@ -249,6 +251,18 @@ def import_path(key: str, path: str) -> Any:
         public = [name for name in vars(module) if not name.startswith("_")]
         raise ConfigError(key, path, f"module {module_name!r} has no {attribute!r}{suggest_name(attribute, public)}")
     return getattr(module, attribute)
+
+
+def foreign_names(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module from which scripts written for another program import names of theirs."""
+
+    def __getattr__(name: str) -> Any:
+        for find in load_optional(() if name.startswith("__") else FOREIGN_NAMES):
+            if (found := find(module, name)) is not None:
+                return found
+        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
+
+    return __getattr__
 
 
 def load_optional(paths: Iterable[str]) -> Iterator[Any]:

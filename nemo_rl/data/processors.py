@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from nemo_rl.config.data import DatasetConfig, find_dataset
-from nemo_rl.config.kinds import Entry
+from nemo_rl.config.kinds import Entry, foreign_names
 from nemo_rl.config.registries import PROCESSORS
 from nemo_rl.data.messages import check_text, parse_messages, parse_tools
 from nemo_rl.data.reasoning_gym_rows import check_entry
@@ -19,6 +19,7 @@ from nemo_rl.recipes import find_prompt
 from nemo_rl.types import Message, Prompt
 
 PLACEHOLDER = "{}"
+__getattr__ = foreign_names(__name__)
 
 
 @dataclass(frozen=True, slots=True)

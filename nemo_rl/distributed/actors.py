@@ -6,6 +6,7 @@ any other on the actor's threads (with `max_concurrency=1` always the same threa
 
 import asyncio
 import inspect
+import re
 import traceback
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ import ray.exceptions
 
 from nemo_rl.distributed.cluster import ReservedSlot, connect, use_node_interface
 from nemo_rl.errors import WorkerDied, WorkerError, WorkerTimeout
+
+FAILED_IMPORT = re.compile(r"^(?:ModuleNotFoundError|ImportError): (.+)$", re.MULTILINE)  # a line of Ray's traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,9 @@ def spawn_actor(
 
 
 def _short_reason(error: BaseException) -> str:
-    """Return Ray's reason without its advice: how the process ended if known, else its first line."""
+    """Return Ray's reason without its advice: an import that failed, how the process ended, or else its first line."""
+    if failed_import := FAILED_IMPORT.search(str(error)):
+        return f"its process cannot import code ({failed_import[1]}); install it, or put its directory on PYTHONPATH"
     lines = [line.strip() for line in str(error).strip().splitlines()]
     found = next((line.partition("Worker exit detail:")[2] for line in lines if "Worker exit detail:" in line), "")
     detail = found.partition("Some common causes")[0].strip()

@@ -1,4 +1,4 @@
-"""NeMo-RL's import path of its interpreters."""
+"""NeMo-RL's import path of its interpreters and its cluster."""
 
 from nemo_rl.compat.environment_interface import PY_EXECUTABLES
 from nemo_rl.compat.python_names import refuse

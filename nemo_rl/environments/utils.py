@@ -1,4 +1,4 @@
-"""NeMo-RL's import path of its helper of environments."""
+"""NeMo-RL's import path of its helper and its registry of environments."""
 
 from nemo_rl.compat.environment_interface import chunk_list_to_workers
 from nemo_rl.compat.python_names import refuse

@@ -153,17 +153,16 @@ def user_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("import nemo_rl.utils.config", r"nemo_rl\.config\.loading"),
-        ("from nemo_rl.utils.config import load_config", r"nemo_rl\.config\.loading"),
+        ("import nemo_rl.utils.checkpoint", r"nemo_rl\.config\.loading"),
+        ("from nemo_rl.utils.nsys import wrap_with_nvtx_name", r"nemo_rl\.config\.loading"),
         ("import nemo_rl.models.generation.vllm", r"nemo_rl\.generation"),
-        ("from nemo_rl import models", r"nemo_rl\.generation"),
-        ("import nemo_rl.environments.math_environment", "type: math"),
+        ("from nemo_rl.models.policy import PolicyConfig", r"nemo_rl\.policy"),
+        ("import nemo_rl.environments.code_environment", "type: tools"),
         ("import nemo_rl.evals.eval", "run_eval.py"),
         ("import nemo_rl.algorithms.sft", "script in examples"),
         ("import nemo_rl.algorithms.dpo", "script in examples"),
         ("import nemo_rl.algorithms.loss.interfaces", r"nemo_rl\.losses"),
-        ("from nemo_rl.algorithms.grpo import MasterConfig", r"nemo_rl\.config\.master"),
-        ("from nemo_rl.algorithms.grpo import grpo_train", "script in examples"),
+        ("from nemo_rl.algorithms.distillation import distillation_train", "script in examples"),
     ],
 )
 def test_a_missing_module_or_name_of_nemo_rl_says_what_replaces_it(
@@ -175,8 +174,8 @@ def test_a_missing_module_or_name_of_nemo_rl_says_what_replaces_it(
 
 
 def test_a_class_of_nemo_rl_that_is_named_in_a_recipe_says_what_replaces_it() -> None:
-    with pytest.raises(ConfigError, match=r"a module of NeMo-RL; here: env\.<name>\.type: math"):
-        ENVIRONMENTS.entry("nemo_rl.environments.math_environment.MathEnvironment", key="env.user.type")
+    with pytest.raises(ConfigError, match=r"a module of NeMo-RL; here: env\.<name>\.type: tools"):
+        ENVIRONMENTS.entry("nemo_rl.environments.code_environment.CodeEnvironment", key="env.user.type")
 
 
 def test_other_missing_modules_and_names_are_pythons_own_error(user_directory: Path) -> None:
@@ -191,7 +190,7 @@ def test_other_missing_modules_and_names_are_pythons_own_error(user_directory: P
     ("module", "name", "said"),
     [
         ("nemo_rl.distributed.virtual_cluster", "RayVirtualCluster", "section `cluster`"),
-        ("nemo_rl.environments.utils", "create_env", "make_environment"),
+        ("nemo_rl.environments.utils", "SlicedDataDict", "BatchedDataDict"),
     ],
 )
 def test_a_name_that_does_not_exist_says_what_replaces_it(module: str, name: str, said: str) -> None:

@@ -1,14 +1,16 @@
 """Actors: results, errors with their traceback, streams, deadlines, death. One local Ray serves the whole session."""
 
 import asyncio
+import importlib
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from nemo_rl.distributed.actors import spawn_actor
 from nemo_rl.distributed.cluster import connect
-from nemo_rl.errors import WorkerError
+from nemo_rl.errors import WorkerDied, WorkerError
 
 DEADLINE_S = 120.0
 
@@ -95,6 +97,14 @@ def test_failed_constructor_and_dead_process_raise_worker_error() -> None:
         broken.kill()
 
     asyncio.run(main())
+
+
+def test_module_that_the_actor_cannot_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_own_game.py").write_text("class Game:\n    def step(self): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)  # of this process alone
+    actor = spawn_actor(importlib.import_module("users_own_game").Game)
+    with pytest.raises(WorkerDied, match=r"Game has died: .* cannot import code \(No module named 'users_own_game'\)"):
+        asyncio.run(actor.call("step"))
 
 
 def test_environment_variables_reach_the_actor() -> None:

@@ -1,0 +1,1 @@
+"""NeMo-RL's import path of its models, for run scripts."""

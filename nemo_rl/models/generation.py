@@ -1,0 +1,5 @@
+"""NeMo-RL's import path of the section of generation, for run scripts."""
+
+from nemo_rl.config.kinds import foreign_names
+
+__getattr__ = foreign_names(__name__)

@@ -1,0 +1,1 @@
+"""NeMo-RL's import path of configuration and logging, for run scripts."""

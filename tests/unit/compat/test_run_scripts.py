@@ -1,0 +1,190 @@
+"""Names of NeMo-RL's run scripts: what they hand over is what the run reads."""
+
+import importlib
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_rl.compat import script_data, script_environments
+from nemo_rl.compat.data_types import TaskDataSpec
+from nemo_rl.compat.python_names import SCRIPT_NAMES
+from nemo_rl.compat.run_scripts import (
+    OLD_RESULTS,
+    RESULTS,
+    MasterConfig,
+    get_tokenizer,
+    load_config,
+    parse_hydra_overrides,
+    setup,
+)
+from nemo_rl.compat.script_data import TRAIN, AllTaskProcessedDataset, ResponseDataset, open_datasets, read_datum
+from nemo_rl.compat.script_environments import BuiltIn, MathEnvironment, open_environments
+from nemo_rl.config.registries import DATASETS, ENVIRONMENTS, PROCESSORS
+from nemo_rl.errors import ConfigError
+from nemo_rl.quickstart.models import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+def recipe() -> dict[str, Any]:
+    return {
+        "grpo": {"num_prompts_per_step": 2, "max_num_steps": 2},
+        "policy": {"tokenizer": {"name": "m"}, "generation": {}},
+        "data": {"shuffle": False, "dataset_name": "squad"},
+        "checkpointing": {"metric_name": "val:accuracy"},
+    }
+
+
+def datum(text: str, **values: Any) -> dict[str, Any]:
+    return {"message_log": [{"role": "user", "content": text}], "extra_env_info": {"ground_truth": "7"}, **values}
+
+
+def test_every_name_is_at_its_import_path() -> None:
+    for module, (_, names) in SCRIPT_NAMES.items():
+        for name in names:
+            assert getattr(importlib.import_module(module), name) is not None
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            _ = importlib.import_module(module).nothing
+
+
+def test_a_configuration_has_keys_and_attributes() -> None:
+    config = MasterConfig(grpo={"seed": 3, "async_grpo": {"enabled": True}}, data={"train": [{"a": 1}]})
+    assert (config.grpo["seed"], config.grpo.async_grpo.enabled, config.data["train"][0].a) == (3, True, 1)
+    assert not config.data_plane
+    assert config.policy.get("draft", {}) == {}
+    config.logger["log_dir"] = "lost"  # an absent section is empty, and not kept
+    config.grpo["seed"] = 4
+    config.policy = {"model_name": "m"}
+    assert (config.grpo.seed, config["policy"]["model_name"], "logger" in config) == (4, "m", False)
+
+
+def test_recipes_are_read_with_those_below_and_overrides(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("grpo: {seed: 1, max_num_steps: 2}\n")
+    (tmp_path / "mine.yaml").write_text("defaults: base.yaml\ngrpo: {max_num_steps: '${mul:2,3}'}\n")
+    config = parse_hydra_overrides(load_config(tmp_path / "mine.yaml"), ["grpo.seed=5", "++env.own.scale=2"])
+    importlib.import_module("nemo_rl.utils.config").register_omegaconf_resolvers()
+    assert OmegaConf.to_container(config, resolve=True) == {
+        "grpo": {"seed": 5, "max_num_steps": 6},
+        "env": {"own": {"scale": 2}},
+    }
+    assert load_config(tmp_path / "examples" / "grpo_math_1B.yaml").grpo.num_prompts_per_step == 32  # the packaged one
+
+
+def test_setup_returns_what_the_release_returns() -> None:
+    config = MasterConfig(grpo={})
+    results = setup(config, None, 1, 2)
+    assert [one.name or "master_config" for one in results] == list(RESULTS)
+    assert len(setup({"grpo": {}}, None, 1)) == len(OLD_RESULTS) == 10
+    policy, *_ = setup(config, None, 1)
+    policy.shutdown()
+    with pytest.raises(AttributeError, match="the run makes its policy itself; it has no 'train'"):
+        policy.train()
+
+
+def test_prompts_have_the_tokens_of_the_script(tokenizer: Any) -> None:
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
+    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    for content in (rendered, "ab"):  # some processors keep the text that they rendered, others the question
+        log = [{"role": "user", "content": content, "token_ids": ids}]
+        prompt = read_datum({**datum(""), "message_log": log}, tokenizer, "task")  # pyright: ignore[reportArgumentType]
+        assert tokenizer(prompt.messages[0].content, add_special_tokens=False)["input_ids"] == ids
+    assert prompt.env_state == {"ground_truth": "7", "answer": "7"}
+
+
+def test_datasets_of_a_script_become_entries(tokenizer: Any) -> None:
+    written, rows = recipe(), [datum("a", task_name="one"), datum("b", task_name="two", loss_multiplier=0.0)]
+    with open_datasets(written, tokenizer, rows, iter([datum("v", task_name="one")])) as tasks:
+        assert tasks == {"one"}
+        assert written["data"]["train"] == {"dataset_name": TRAIN, "processor": TRAIN}
+        section = DATASETS.section("jsonl").model_validate(written["data"]["train"])
+        (row,) = DATASETS.entry(TRAIN, key="").make(section, 0)
+        assert PROCESSORS.entry(TRAIN, key="").make(row, None).messages[0].content == "a"
+    assert TRAIN not in DATASETS.names
+    assert written["policy"]["tokenizer"] == {"name": "m", "chat_template": script_data.PASS_THROUGH}
+    with open_datasets(written := recipe(), tokenizer, rows, None):
+        assert (written["data"]["validation"], written["checkpointing"]["metric_name"]) == (None, None)
+
+
+def test_a_dataset_without_an_end_is_read_as_far_as_a_run_needs(tokenizer: Any) -> None:
+    endless = (datum(str(index), task_name="game", stop_strings=["!"]) for index in iter(int, 1))
+    written = recipe()
+    with open_datasets(written, tokenizer, endless, None):
+        section = DATASETS.section("jsonl").model_validate(written["data"]["train"])
+        assert len(DATASETS.entry(TRAIN, key="").make(section, 0)) == 4  # 2 steps of 2 prompts
+    assert written["policy"]["generation"]["stop_strings"] == ["!"]
+
+
+def test_rows_go_through_the_processor_of_their_task(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "2+5", "truth": "7"}))
+    data = ResponseDataset(str(path), input_key="question", output_key="truth")
+    spec = TaskDataSpec(data.task_name)
+    spec.prompt = "Solve {}"
+    processors: Any = defaultdict(lambda: (spec, script_data.math_hf_data_processor))
+    rows: Any = data.dataset
+    dataset = AllTaskProcessedDataset(rows, tokenizer, spec, processors, max_seq_length=64)
+    made: Any
+    (made,) = [dataset[index] for index in range(len(dataset))]
+    assert "Solve 2+5" in made["message_log"][0]["content"]
+    assert (made["extra_env_info"], made["task_name"], made["loss_multiplier"]) == (
+        {"ground_truth": "7"}, data.task_name, 1.0,
+    )  # fmt: skip
+    assert AllTaskProcessedDataset(rows, tokenizer, spec, processors, max_seq_length=3)[0]["loss_multiplier"] == 0.0
+
+
+def test_environments_of_a_script_become_entries() -> None:
+    own = object()
+    by_task: Any = defaultdict(lambda: own, math=MathEnvironment.options(num_cpus=1).remote({"num_workers": 3}))
+    written: dict[str, Any] = {}
+    with open_environments(written, {"math", "other"}, by_task):
+        assert written["env"] == {"math": {"num_workers": 3, "type": "math"}, "other": {"type": "script_other"}}
+        assert "script_other" in ENVIRONMENTS.names
+    assert "script_other" not in ENVIRONMENTS.names
+    with (
+        pytest.raises(ConfigError, match=r"task_to_env = 'gone'.*no environment; known: math"),
+        open_environments(written, {"gone"}, {"math": own}),
+    ):
+        pass
+
+
+def test_registered_names_are_unique_and_reach_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_environments, "ENV_REGISTRY", {})
+    monkeypatch.setattr(script_data, "PROCESSOR_REGISTRY", dict(script_data.PROCESSOR_REGISTRY))
+    monkeypatch.setattr(script_data, "_own_processors", set())
+    script_environments.register_env("game", "games.Game")
+    for name in ("game", "math"):
+        with pytest.raises(ValueError, match="registered already"):
+            script_environments.register_env(name, "games.Game")
+    written = {"env": {"game": {"scale": 2}}}
+    script_environments.name_environments(written)
+    assert written["env"]["game"] == {"type": "games.Game", "kwargs": {"cfg": {"scale": 2}}}
+    assert script_environments.create_env("game", {}) == BuiltIn("games.Game", {"kwargs": {"cfg": {}}})
+    script_data.register_processor("own", lambda *arguments: None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="registered already"):
+        script_data.register_processor("own", lambda *arguments: None)  # pyright: ignore[reportArgumentType]
+    mixed = {"data": {"train": [{"processor": "own"}, {"dataset_name": "squad"}]}, "policy": {}}
+    with (
+        pytest.raises(ConfigError, match="every dataset needs one"),
+        script_data.open_processors(mixed, None),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"), [({}, "own"), ({"chat_template": None}, "<x>"), ({"chat_template": "T"}, "T")]
+)
+def test_the_tokenizer_has_the_template_of_the_section(
+    template: dict[str, Any], expected: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    found = get_tokenizer({"name": str(tmp_path), **template})
+    text = found.apply_chat_template([{"role": "user", "content": "<x>"}], tokenize=False)
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "<x>"}], tokenize=False)
+    assert text == {"own": rendered}.get(expected, expected)
