@@ -90,6 +90,7 @@ def app_of(name: str, kind: str, implementation: str, config) -> FastAPI:
 
 
 def load(name: str, file: Path):
+    sys.path.append(str(file.parent))  # as of a script: servers import files beside theirs
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

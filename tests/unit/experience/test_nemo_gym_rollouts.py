@@ -1,6 +1,7 @@
 """Rollouts by a scripted NeMo Gym stack against a real gateway: what they become, and what goes wrong with them."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.environments.nemo_gym.failures import CLASS_OF_KIND, CLASS_OF_STAGE
+from nemo_rl.environments.nemo_gym.reply import TOKEN_FIELDS
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.assembly import assemble_batch
 from nemo_rl.experience.gym_runtime import GymRuntime
@@ -312,6 +314,52 @@ def test_where_an_agent_drops_the_session_calls_are_found_by_their_tokens(monkey
     rollouts = rollouts_of("same", "other", count=4, script=scripted(turns=2))
     assert [t.failure for t in rollouts] == [None] * 8
     assert {t.num_turns for t in rollouts} == {2}
+
+
+def captured_rollout(**losses: Any) -> Trajectory:
+    """A rollout of two turns whose reply names no call: its records are in the gateway's store, as Gym puts them."""
+    managers: list[GatewayManager] = []
+
+    def capture(body: Any) -> None:
+        store, key = managers[0]._servers[0].captures, body["_ng_rollout_id"]
+        for index, item in enumerate(gym_stack.calls_of(body)):
+            record = {name: item.pop(name) for name in TOKEN_FIELDS} | {"model_call_id": f"c{index}", **losses}
+            store.put(key, f"c{index}", json.dumps(record).encode())
+        if "lost" in losses:
+            store.mark_incomplete(key, "c9")
+
+    seen: list[Trajectory] = []
+
+    async def body(setup: Setup) -> None:
+        managers.append(setup.manager)
+        seen.extend(await setup.run("one"))
+        assert len(setup.manager._servers[0].captures) == 0
+
+    use(body, script=scripted(turns=2, reward=0.5, alter=capture), front="legacy_agent")
+    return seen[0]
+
+
+def test_calls_that_gym_captured_are_trained_where_the_reply_names_none() -> None:
+    trajectory = captured_rollout()
+    assert trajectory.failure is None
+    assert (trajectory.num_turns, trajectory.reward, trajectory.other_chains) == (2, 0.5, ())
+    assert texts_of(trajectory) == ["one", "hello", "go on, 1", "hello"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "cause"),
+    [
+        ({"lost": True}, "failed to capture a call"),
+        ({"prompt_is_delta": True}, "delta_records must be off"),
+        ({"generation_token_ids": [7]}, "1 tokens with"),
+        (dict.fromkeys(TOKEN_FIELDS), "captured record 0 has no tokens"),
+    ],
+)
+def test_a_rollout_whose_capture_is_not_whole_fails(losses: dict[str, Any], cause: str) -> None:
+    trajectory = captured_rollout(**losses)
+    assert trajectory.failure is not None
+    assert trajectory.failure.failure_class is FailureClass.AGENT
+    assert cause in trajectory.failure.cause
 
 
 # ---- what goes wrong
