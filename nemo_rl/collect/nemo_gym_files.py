@@ -14,6 +14,7 @@ from nemo_rl.collect.store import MAX_ATTEMPTS, RolloutStore
 from nemo_rl.collect.table import CollectionManifest, read_manifest
 from nemo_rl.data.nemo_gym_dataset import NEMO_GYM
 from nemo_rl.data.rows import read_jsonl
+from nemo_rl.environments.nemo_gym.failures import find_row_failure
 from nemo_rl.environments.nemo_gym.reply import find_answer
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Failure, FailureClass, StopReason
@@ -190,12 +191,17 @@ def import_nemo_gym(rollouts: Path, directory: Path) -> RolloutStore:
     keys = KeySpace(tasks.num_tasks, repeats)
     identity = {"data": tasks.digest, "config": {NEMO_GYM: rollouts.name}, "model": None}
     with RolloutStore.open(directory, seed=0, keys=keys, identity=identity, max_attempts=MAX_ATTEMPTS) as store:
-        if files.failures.exists() and not store.files.failures.stat().st_size:
+        is_first = not store.files.failures.stat().st_size
+        if files.failures.exists() and is_first:
             for row in read_jsonl(files.failures):
                 store.append_failure(_require_known_key(row, files.failures, keys), _convert_failure(row))
         for row in read_jsonl(rollouts):
             key = _require_known_key(row, rollouts, keys)
-            if not store.is_finished(key):
+            # releases before 0.7 have no failure_kind, and their masks do not say that a reward is invalid
+            if find_row_failure(row, mask_is_failure="failure_kind" in row):
+                if is_first:
+                    store.append_failure(key, _convert_failure(row))
+            elif not store.is_finished(key):
                 store.append(key, _convert_row(row))
         if not store.num_missing:
             store.finish()
@@ -242,8 +248,10 @@ def _num_generated(response: Mapping[str, Any]) -> int:
 
 
 def _convert_failure(row: Mapping[str, Any]) -> Failure:
-    cause = row.get("error") or row.get("error_message") or "no cause given"
-    return Failure(FailureClass.AGENT, f"NeMo Gym: {row.get(FAILURE_CLASS)}: {cause}")
+    failure = find_row_failure(row, mask_is_failure=True)
+    if failure is None:
+        return Failure(FailureClass.AGENT, "NeMo Gym: no cause given")
+    return Failure(failure.failure_class, f"NeMo Gym: {failure}")
 
 
 def _agent_name(row: Mapping[str, Any]) -> str:

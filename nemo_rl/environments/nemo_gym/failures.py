@@ -97,7 +97,7 @@ def find_row_failure(body: Mapping[str, Any], *, mask_is_failure: bool) -> Episo
         routed = "kill_shaped"
     if routed is None and not (is_masked(body) and (mask_is_failure or kind is not None)):
         return None
-    reasons = ("_ng_failure_message", "failure_reason", "error", "_ng_failure_judge_error")
+    reasons = ("_ng_failure_message", "failure_reason", "error", "error_message", "_ng_failure_judge_error")
     return EpisodeFailure(
         reason=next((text for name in reasons if (text := _text(body.get(name)))), ""),
         kind=kind or routed or "masked",

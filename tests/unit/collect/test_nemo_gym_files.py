@@ -122,6 +122,20 @@ def test_what_came_from_gym_goes_back_as_it_was(gyms, tmp_path):
     assert rows(files.inputs) == rows(gyms.with_name("run_materialized_inputs.jsonl"))
 
 
+def test_what_gym_masked_or_marked_as_failed_is_no_rollout(gyms, tmp_path):
+    masked = {**reply(0, 0, 0.0, 5), "mask_sample": True, "failure_kind": "judge_failed", "failure_reason": "away"}
+    valid = {**reply(0, 1, 0.0, 5), "mask_sample": False, "failure_kind": "agent_timeout"}
+    earlier = {**reply(1, 0, 0.0, 5), "mask_sample": True}  # before 0.7
+    write(gyms, [masked, valid, earlier])
+    store = import_nemo_gym(gyms, tmp_path / "c")
+    assert (store.num_finished, store.num_missing) == (2, 2)
+    failures = [(row["task_index"], row["class"], row["cause"]) for row in rows(store.files.failures)]
+    assert failures == [
+        (1, "environment", "NeMo Gym: timeout: agent hung"),
+        (0, "reward", "NeMo Gym: judge_failed: away"),
+    ]
+
+
 def test_without_usage_the_token_ids_are_counted(gyms, tmp_path):
     bare = reply(0, 0, 1.0, 0)
     bare["response"] |= {"usage": None, "output": [{"generation_token_ids": [1, 2]}, {}, {"generation_token_ids": [3]}]}
