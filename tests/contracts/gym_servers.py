@@ -13,6 +13,7 @@ import json
 import os
 import random
 import sys
+import traceback
 from pathlib import Path
 
 import nemo_gym
@@ -59,7 +60,14 @@ async def serve(places: dict[str, tuple[str, str]], text: str) -> None:
     head.get("/global_config_dict_yaml")(lambda: text)
     apps = [(head, config.head_server.port)]
     for name, (kind, implementation) in places.items():
-        apps.append((app_of(name, kind, implementation, config), config[name][kind][implementation].port))
+        try:
+            app = app_of(name, kind, implementation, config)
+        except Exception:
+            if not config.get("skip_broken"):
+                raise
+            traceback.print_exc()
+            continue
+        apps.append((app, config[name][kind][implementation].port))
     servers = [uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="warning")) for app, port in apps]
     ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     running = [asyncio.create_task(server.serve()) for server in servers]
