@@ -4,6 +4,7 @@ Rules that hold for every entry are here, those of one entry in its own file; ea
 """
 
 import importlib.util
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from nemo_rl.config.environment import (
     EnvironmentConfig,
     ModelScorerConfig,
     RolloutRunnerConfig,
+    SideCallRule,
 )
 from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.loss import PolicyGradientLossConfig
@@ -222,7 +224,20 @@ def check_agent_runner(key: str, section: AgentRunnerConfig, config: RolloutRunC
     if section.scored_by is not None and section.scored_by not in environments:
         problem = f"no entry of env that is an environment{suggest_name(section.scored_by, environments)}"
         raise ConfigError(f"{key}.scored_by", section.scored_by, problem)
+    for i, rule in enumerate(section.side_calls):
+        _check_side_call(f"{key}.side_calls.{i}", rule)
     check_session_timeout(key, section.timeout_s, config)
+
+
+def _check_side_call(key: str, rule: SideCallRule) -> None:
+    """Raise ConfigError for a rule that would match every call, and for an invalid regular expression."""
+    if rule == SideCallRule():
+        raise ConfigError(key, {}, f"matches every call; needs one of {', '.join(SideCallRule.model_fields)}")
+    for name in ("model", "system", "last_message"):
+        try:
+            re.compile(getattr(rule, name) or "")
+        except re.error as error:
+            raise ConfigError(f"{key}.{name}", getattr(rule, name), f"not a regular expression: {error}") from error
 
 
 def check_reward_range(key: str, section: RolloutRunnerConfig) -> None:

@@ -58,10 +58,21 @@ class RolloutRunnerConfig(EnvironmentConfig):
     reward_max: float = Field(default=100.0, allow_inf_nan=False)  # so does a higher one
 
 
+class SideCallRule(Section):
+    """Conditions on a model call, all of which hold for a side call; at least one."""
+
+    model: str | None = None  # a regular expression found in the model's name as the client gives it
+    system: str | None = None  # a regular expression found in the system messages
+    last_message: str | None = None  # a regular expression found in the last message
+    tools: bool | None = None  # whether the call offers tools
+
+
 class AgentRunnerConfig(RolloutRunnerConfig):
     """Base of agents: entries whose sessions with the gateway this program opens, one per rollout."""
 
     scored_by: str | None = None  # the entry of `env` whose rewards count; None: those that the agent gives
+    # model calls beside the task (titles, summaries): answered, but neither trained nor scored; any rule may match
+    side_calls: list[SideCallRule] = Field(default_factory=list)
 
 
 class CallRetriesConfig(Section):

@@ -96,7 +96,8 @@ class _AgentRollout:
         """Run the agent from the opening of its session to its close; no error of the agent is raised."""
         task_name, sessions = self._job.prompt.task_name, self._runtime.sessions
         try:
-            async with open_rollout_session(sessions, self._job, self._options) as handle:
+            is_side_call = self._runtime.is_side_call
+            async with open_rollout_session(sessions, self._job, self._options, is_side_call=is_side_call) as handle:
                 with self._watchdog.waiting_for(f"agent {task_name}"):
                     outcome = await self._run_agent(handle)
                 failure = self._reward_calls(handle, outcome)

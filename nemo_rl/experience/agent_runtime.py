@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from nemo_rl.config.environment import AgentRunnerConfig, RolloutRunnerConfig
 from nemo_rl.config.kinds import import_path
+from nemo_rl.environments.harness import find_program
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.agents import AgentConfig
-from nemo_rl.experience.command_agent import CommandAgent
+from nemo_rl.experience.command_agent import CommandAgent, HarnessAgent
 from nemo_rl.experience.function_agent import FunctionAgent, IsolatedFunctionAgent
+from nemo_rl.gateway.side_calls import SideCallTest, make_side_call_test
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import SamplingParams
 
@@ -29,6 +31,7 @@ class SessionProvider(Protocol):
         sampling: SamplingParams | None = None,
         server: int | None = None,
         trains: bool = True,
+        is_side_call: SideCallTest | None = None,
     ) -> "SessionHandle": ...
 
     def reward_calls(self, handle: "SessionHandle", rewards: Mapping[str, Mapping[str, float]]) -> None:
@@ -79,6 +82,7 @@ class AgentRuntime:
     scored_by: str | None = None  # the environment whose rewards count; None: those that the agent gives
     trajectory_selection: TrajectorySelection = "all"
     reward_range: RewardRange = field(default_factory=RewardRange)
+    is_side_call: SideCallTest | None = None  # tells model calls that are not trained on
     ignored_rewards: set[str] = field(default_factory=set)  # names of rewards beside `scored_by`, logged once each
 
 
@@ -99,17 +103,28 @@ def make_agent_runtime(
         scored_by=section.scored_by,
         trajectory_selection=trajectory_selection,
         reward_range=RewardRange.of(name, section),
+        is_side_call=make_side_call_test(section.side_calls),
     )
 
 
 def make_agent(name: str, section: AgentConfig) -> Agent:
-    """Return the agent of the entry `env.<name>`; raises ConfigError for a function that cannot be imported."""
+    """Return the agent of the entry `env.<name>`.
+
+    Raises ConfigError for a function that cannot be imported, and for a harness that is not installed.
+    """
+    if section.command is not None and section.is_harness:
+        find_program(f"env.{name}", section.command)
+        return HarnessAgent(section)
     if section.command is not None:
         fields = section.env_state_fields
         if fields is None and (section.scored_by is not None or section.scorers):
             fields = []
         return CommandAgent(
-            name, section.command, inherited_variables=section.inherited_variables, env_state_fields=fields
+            name,
+            section.command,
+            variables=section.variables,
+            inherited_variables=section.inherited_variables,
+            env_state_fields=fields,
         )
     assert section.function is not None  # check_agent
     key = f"env.{name}.function"

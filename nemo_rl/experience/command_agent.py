@@ -1,4 +1,7 @@
-"""Agents that are a command line: the prompt on standard input, the report on a descriptor of its own.
+"""Agents that are a command line.
+
+A `CommandAgent` reads its prompt from standard input and reports on a descriptor of its own. A `HarnessAgent` is a
+program as it comes, which gets its prompt by templates (environments/harness.py) and reports nothing.
 
 The policy's processes are children of the program, and often share its descriptors, environment and user. Nothing that
 they hold or can read again opens a reward: the prompt and the report key come once, through a pipe; a report counts
@@ -14,10 +17,13 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from nemo_rl.data.messages import to_openai_message
+from nemo_rl.environments.harness import OWN_VARIABLES, Harness, HarnessConfig, Places, fill
+from nemo_rl.environments.sandbox import temporary_directory
 from nemo_rl.experience.cancellation import cancel_all
 from nemo_rl.types import AgentResult, Prompt
 
@@ -47,50 +53,91 @@ class CommandAgent:
         name: str,
         command: Sequence[str],
         *,
+        variables: Mapping[str, str] | None = None,
         inherited_variables: Sequence[str] = (),
         env_state_fields: Sequence[str] | None = None,
     ) -> None:
-        """`env_state_fields`: those that the program reads; None: all."""
+        """`variables` are templates; `env_state_fields`: those that the program reads; None: all."""
         self._name = name
         self._command = tuple(command)
-        self._variables = (*INHERITED_VARIABLES, *inherited_variables)
+        self._own = OWN_VARIABLES | dict(variables or {})
+        self._inherited = (*INHERITED_VARIABLES, *inherited_variables)
         self._fields = env_state_fields
 
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
         key = secrets.token_urlsafe(KEY_BYTES)
         asked = json.dumps({**prompt_to_dict(prompt, self._fields), "report_key": key}, default=str).encode()
-        # A file, not a pipe: a child that outlives its program cannot hold its end open, and it is never full.
-        with tempfile.TemporaryFile() as stderr, _open_reports(key) as reports:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                pass_fds=(reports.sender,),
-                env=self._environment(base_url, api_key, reports.sender),
-                start_new_session=True,
-            )
-            assert process.stdin is not None  # a pipe
-            feeding = asyncio.ensure_future(_feed(process.stdin, asked))
-            try:
-                status = await process.wait()
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await cancel_all((feeding,))
-                if not process.stdin.is_closing():  # a child that outlives its program may hold the other end
-                    process.stdin.transport.abort()
-                await process.wait()
-            if status:
-                reported = _read_tail(stderr).strip()
-                last_line = reported.splitlines()[-1] if reported else "nothing on standard error"
-                raise CommandError(f"exit status {status}: {last_line}\n{reported}")
+        with _open_reports(key) as reports:
+            session = {"base_url": base_url, "api_key": api_key}
+            own = {name: fill(text, session) for name, text in self._own.items()}
+            environment = inherit(self._inherited) | own | {REPORT_VARIABLE: str(reports.sender)}
+            argv = [fill(text, session) for text in self._command]
+            await run_program(argv, environment, written=asked, pass_fds=(reports.sender,))
             return parse_report(self._name, reports.read_last())
 
-    def _environment(self, base_url: str, api_key: str, report_fd: int) -> dict[str, str]:
-        inherited = {name: os.environ[name] for name in self._variables if name in os.environ}
-        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, REPORT_VARIABLE: str(report_fd)}
-        return inherited | own
+
+class HarnessAgent:
+    """One process per run of a harness, in a home and a working directory that are removed after it."""
+
+    def __init__(self, section: HarnessConfig) -> None:
+        self._harness = Harness(section)
+
+    async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
+        with temporary_directory() as directory:
+            places = Places(Path(directory) / "home", Path(directory) / "work")
+            places.home.mkdir()
+            places.workdir.mkdir()
+            launch = self._harness.prepare(prompt, base_url, api_key, places)
+            environment = {**inherit(INHERITED_VARIABLES), **launch.environment}
+            await run_program(launch.argv, environment, cwd=places.workdir, keeps_output=True)
+        return AgentResult()
+
+
+def inherit(names: Iterable[str]) -> dict[str, str]:
+    """Return those of these environment variables that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+async def run_program(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    written: bytes | None = None,
+    pass_fds: Sequence[int] = (),
+    cwd: Path | None = None,
+    keeps_output: bool = False,
+) -> None:
+    """Run a program in a process group of its own, which is killed at its end; raises CommandError if it fails.
+
+    `written` goes to its standard input, which else is empty. `keeps_output`: the error also has its standard output,
+    which is where harnesses tell why they ended.
+    """
+    # A file, not a pipe: a child that outlives its program cannot hold its end open, and it is never full.
+    with tempfile.TemporaryFile() as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=subprocess.DEVNULL if written is None else subprocess.PIPE,
+            stdout=stderr if keeps_output else subprocess.DEVNULL,
+            stderr=stderr,
+            pass_fds=pass_fds,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+        )
+        feeding = asyncio.ensure_future(_feed(process.stdin, written))
+        try:
+            status = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await cancel_all((feeding,))
+            if process.stdin is not None and not process.stdin.is_closing():  # a child may hold the other end
+                process.stdin.transport.abort()
+            await process.wait()
+        if status:
+            reported = _read_tail(stderr).strip()
+            last_line = reported.splitlines()[-1] if reported else "nothing on standard error"
+            raise CommandError(f"exit status {status}: {last_line}\n{reported}")
 
 
 class _Reports:
@@ -138,8 +185,10 @@ def _open_reports(key: str) -> Iterator[_Reports]:
             loop.remove_reader(receiver)
 
 
-async def _feed(stdin: asyncio.StreamWriter, text: bytes) -> None:
+async def _feed(stdin: asyncio.StreamWriter | None, text: bytes | None) -> None:
     """Write the prompt and end standard input; a program may leave it unread."""
+    if stdin is None or text is None:
+        return
     stdin.transport.set_write_buffer_limits(0)  # `drain` waits until all of it is written
     with contextlib.suppress(ConnectionError):
         stdin.write(text)

@@ -12,6 +12,7 @@ from nemo_rl.experience.rollout_dependencies import RolloutDependencies, Rollout
 from nemo_rl.experience.supervision import StallWatchdog
 from nemo_rl.experience.turns import RolloutJob, request_seed
 from nemo_rl.gateway.sessions import Chain
+from nemo_rl.gateway.side_calls import SideCallTest
 from nemo_rl.types import (
     AgentResult,
     Failure,
@@ -57,14 +58,21 @@ async def run_recorded_rollouts(
 
 @contextlib.asynccontextmanager
 async def open_rollout_session(
-    sessions: SessionProvider, job: RolloutJob, options: RolloutOptions, *, server: int | None = None
+    sessions: SessionProvider,
+    job: RolloutJob,
+    options: RolloutOptions,
+    *,
+    server: int | None = None,
+    is_side_call: SideCallTest | None = None,
 ) -> AsyncIterator["SessionHandle"]:
     """Open a session that samples from the rollout's seed; it is abandoned after the block unless finished in it.
 
     `server`: one of the gateway's, for clients whose address is given; None: the one with the fewest sessions.
     """
     seed = request_seed(options.seed, job, 0)
-    handle = sessions.open_session(seed=seed, sampling=options.sampling, server=server, trains=options.trains)
+    handle = sessions.open_session(
+        seed=seed, sampling=options.sampling, server=server, trains=options.trains, is_side_call=is_side_call
+    )
     try:
         yield handle
     finally:

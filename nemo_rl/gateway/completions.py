@@ -142,6 +142,7 @@ class CompletionHandler:
                 answer.response.message,
                 completion_id=answer.completion_id,
                 is_trained=is_trained,
+                is_side_call=live.is_side_call is not None and live.is_side_call(request),
                 asked=_conversation(live.session, request)[request.num_instructions :] if request.is_kept else (),
                 is_parallel=live.end_sample(call, sample_index),
             )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.sessions import PendingCall, Session
+from nemo_rl.gateway.side_calls import SideCallTest
 from nemo_rl.types import SamplingParams
 
 ID_BYTES = 24  # random bytes of a session's id, its only protection
@@ -26,6 +27,7 @@ class LiveSession:
     sampling: SamplingParams | None = None  # None: the run's
     trains: bool = True  # False for validation and evaluation
     by_client: bool = False  # opened over HTTP; counts towards a limit of its own
+    is_side_call: SideCallTest | None = None  # tells calls that are not trained on
     is_closed: bool = False
     running: set[asyncio.Task[object]] = field(default_factory=set)  # generations in flight
     _sample_indices: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
@@ -76,7 +78,13 @@ class SessionRegistry:
         return len(self._live)
 
     def open(
-        self, *, seed: int, sampling: SamplingParams | None = None, trains: bool = True, by_client: bool = False
+        self,
+        *,
+        seed: int,
+        sampling: SamplingParams | None = None,
+        trains: bool = True,
+        by_client: bool = False,
+        is_side_call: SideCallTest | None = None,
     ) -> LiveSession:
         """Open a session under a random id; raises RequestError 429 if too many of its kind are open.
 
@@ -89,7 +97,8 @@ class SessionRegistry:
             kind = "sessions of clients" if by_client else "sessions"
             raise RequestError(429, f"{num_open} {kind} are open, the most allowed", code="too_many_sessions")
         session_id = secrets.token_urlsafe(ID_BYTES)
-        live = LiveSession(session_id, Session(self._codec), seed, self._clock(), sampling, trains, by_client)
+        session = Session(self._codec)
+        live = LiveSession(session_id, session, seed, self._clock(), sampling, trains, by_client, is_side_call)
         self._live[session_id] = live
         self._num_by_client += by_client
         return live

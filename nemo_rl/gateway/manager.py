@@ -22,6 +22,7 @@ from nemo_rl.gateway.echoes import Claim, build_chains, resolve_claims
 from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.server import GatewayServer, ServerSettings, read_token
 from nemo_rl.gateway.sessions import CallFailure, Chain
+from nemo_rl.gateway.side_calls import SideCallTest
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import SamplingParams
 
@@ -102,6 +103,7 @@ class GatewayManager:
         sampling: SamplingParams | None = None,
         server: int | None = None,
         trains: bool = True,
+        is_side_call: SideCallTest | None = None,
     ) -> SessionHandle:
         """Open a session on `server`, or on the one with the fewest; raises RequestError 429 if that is full.
 
@@ -110,7 +112,7 @@ class GatewayManager:
         """
         index = server if server is not None else min(range(len(self._servers)), key=self.num_sessions.__getitem__)
         chosen = self._servers[index]
-        session_id = chosen.open_session(seed=seed, sampling=sampling, trains=trains)
+        session_id = chosen.open_session(seed=seed, sampling=sampling, trains=trains, is_side_call=is_side_call)
         return SessionHandle(session_id, chosen.session_url(session_id), session_id, index)
 
     def reward_calls(self, handle: SessionHandle, rewards: Mapping[str, Mapping[str, float]]) -> None:

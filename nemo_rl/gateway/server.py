@@ -42,6 +42,7 @@ from nemo_rl.gateway.live_sessions import LiveSession, SessionRegistry
 from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.session_api import RewardRequest, SessionRequest, session_body
 from nemo_rl.gateway.sessions import Session
+from nemo_rl.gateway.side_calls import SideCallTest
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import SamplingParams
 from nemo_rl.web import Guard, Handler, Refused, accept, contains_key, is_exposed, make_token, open_listener, read_body
@@ -158,13 +159,17 @@ class GatewayServer:
         sampling: SamplingParams | None = None,
         trains: bool = True,
         by_client: bool = False,
+        is_side_call: SideCallTest | None = None,
     ) -> str:
         """Open a session and return its id; raises RequestError 429 when too many are open.
 
-        `sampling` replaces the run's for this session, as for a greedy validation beside sampled training.
+        `sampling` replaces the run's for this session, as for a greedy validation beside sampled training. Calls that
+        `is_side_call` is true of are answered, and left out of its chains.
         """
         seed = self._completions.next_session_seed() if seed is None else seed
-        live = self._sessions.open(seed=seed, sampling=sampling, trains=trains, by_client=by_client)
+        live = self._sessions.open(
+            seed=seed, sampling=sampling, trains=trains, by_client=by_client, is_side_call=is_side_call
+        )
         return live.session_id
 
     def reward_calls(self, session_id: str, rewards: Mapping[str, Mapping[str, float]]) -> None:

@@ -102,6 +102,7 @@ class Node:
     is_continued: bool = False
     asked: tuple[Message, ...] = ()  # messages of the request as the client knows them, without instructions
     is_parallel: bool = False  # a sibling was sampled at the same time
+    is_side_call: bool = False  # beside the task: its chain is not trained on
 
     def message_log(self) -> MessageLog:
         """Return the whole history up to and including the sampled message."""
@@ -157,17 +158,29 @@ def continue_chain(
     return PendingCall(token_ids, node, context, request)
 
 
-def complete_call(call: PendingCall, completion: Completion, message: Message, *, is_trained: bool = True) -> Node:
+def complete_call(
+    call: PendingCall,
+    completion: Completion,
+    message: Message,
+    *,
+    is_trained: bool = True,
+    is_side_call: bool = False,
+) -> Node:
     """Return the node of a completed call, and mark its parent as continued.
 
-    An untrained call's tokens count as context: they have no log-probs.
+    An untrained call's tokens count as context: they have no log-probs. A side call leaves its parent as the end of a
+    chain, until a call that is none continues it.
     """
-    logprobs = completion.logprobs if is_trained else None
+    logprobs = completion.logprobs if is_trained and not is_side_call else None
     sampled = TokenizedMessage(message, completion.token_ids, logprobs, completion.weight_spans)
-    if call.parent is not None:
-        call.parent.is_continued = True
+    parent = None if is_side_call else call.parent
+    while parent is not None:
+        parent.is_continued = True
+        parent = parent.parent if parent.is_side_call else None
     is_truncated = completion.finish_reason == "length"
-    return Node(call.parent, call.context, sampled, call.request, completion.weight_versions, is_truncated)
+    node = Node(call.parent, call.context, sampled, call.request, completion.weight_versions, is_truncated)
+    node.is_side_call = is_side_call
+    return node
 
 
 def build_chain(node: Node) -> Chain:
@@ -266,12 +279,13 @@ class Session:
         asked: tuple[Message, ...] = (),
         is_parallel: bool = False,
         is_trained: bool = True,
+        is_side_call: bool = False,
     ) -> None:
         """Store a completed call; `message` is the response as the agent receives it and will send it back.
 
         `asked`: the request's messages, for a later request that names this completion instead of repeating them.
         """
-        node = complete_call(call, completion, message, is_trained=is_trained)
+        node = complete_call(call, completion, message, is_trained=is_trained, is_side_call=is_side_call)
         node.asked, node.is_parallel = asked, is_parallel
         self._calls[completion_id] = node
         self._by_history.setdefault(history_digest(call.request, message), []).append(node)
@@ -291,11 +305,14 @@ class Session:
         target.update(rewards)
 
     def chains(self) -> tuple[Chain, ...]:
-        """Return the chains to train on, in order of last commits; abandoned siblings without a reward are left out."""
+        """Return the chains to train on, in order of last commits; abandoned siblings without a reward are left out.
+
+        So are side calls, which nothing else continued.
+        """
         return tuple(build_chain(node) for node in self._calls.values() if self._ends_chain(node))
 
     def _ends_chain(self, node: Node) -> bool:
-        if node.is_continued:
+        if node.is_continued or node.is_side_call:
             return False
         siblings = self._by_request[id(node.parent), node.request]
         is_last = node is siblings[-1] and not any(sibling.is_continued for sibling in siblings)

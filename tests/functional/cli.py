@@ -47,13 +47,15 @@ def run_grpo(log_dir: Path, *arguments: str) -> Run:
     return run_command_line(SCRIPT, log_dir, *arguments)
 
 
-def run_command_line(script: Path, log_dir: Path, *arguments: str, **variables: str) -> Run:
+def run_command_line(
+    script: Path, log_dir: Path, *arguments: str, deadline_s: float = DEADLINE_S, **variables: str
+) -> Run:
     """Run any script to its end, with further environment variables."""
     done = subprocess.run(
         [sys.executable, str(script), *arguments, f"logger.log_dir={log_dir}"],
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=deadline_s,
         env={**environment(), **variables},
         cwd=ROOT,
         check=False,

@@ -2,7 +2,8 @@
 
 A task is a directory: `instruction.md` is the prompt, `environment/` holds the files of the working directory /app, and
 `tests/test.sh` writes the reward: a number to /logs/verifier/reward.txt, or numbers by name to reward.json. The policy
-is offered one tool, `bash`; a response without a call ends its turn, then the tests run.
+is offered one tool, `bash`, and a response without a call ends its turn; or a harness, `command`, works on the files in
+its place. Then the tests run.
 
 Tests run programs of the policy, as their own user, so what they leave is checked: one file, names and range of its
 rewards, an end by themselves. What the policy's files cause is a wrong answer; tests that fail on the task's untouched
@@ -12,17 +13,17 @@ files, too, fail the rollout.
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
 import re
 import shutil
-import signal
 import stat
 import subprocess
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,16 +33,19 @@ from pydantic import Field
 
 from nemo_rl.config.data import DatasetConfig, DatasetEntry
 from nemo_rl.config.entry_checks import check_agent_runner
-from nemo_rl.config.environment import AgentRunnerConfig
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.config.value_types import Seconds
 from nemo_rl.data.row_sources import require_data_path
 from nemo_rl.data.rows import Row
 from nemo_rl.environments.ecosystem.chat_client import ChatClient, converse_with_tools
+from nemo_rl.environments.ecosystem.containers import Container
+from nemo_rl.environments.harness import Harness, HarnessConfig, check_harness, find_program
 from nemo_rl.environments.sandbox import temporary_directory, truncate_middle
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import AgentResult, Prompt
+
+logger = logging.getLogger(__name__)
 
 TASK_FILE, INSTRUCTION_FILE = "task.toml", "instruction.md"  # in every task's directory
 BASH_TOOL = {
@@ -58,12 +62,8 @@ BASH_TOOL = {
 }
 # Dockerfile instructions that copying environment/ to /app makes unnecessary.
 HARMLESS = re.compile(r"\s*(?:#|$|FROM\s|WORKDIR\s+/app/?\s*$|COPY\s+\.\s+(?:\.|/app)/?\s*$|(?:CMD|LABEL|ARG)\b)", re.I)
-SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # directories of /; links if / and /usr are merged
-VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
-LIMITS = "ulimit -f 262144 -v 8388608 -u 4096"  # KiB per file, KiB of memory per process, processes per user
-TMP_BYTES = 512 * 1024 * 1024  # size of /tmp, which is in memory
 START_S = 30.0
-MAX_OUTPUT_BYTES = 1024 * 1024  # output of a command, or size of a reward file; the rest is never read
+MAX_REWARD_BYTES = 1024 * 1024  # of a reward file; the rest is never read
 MAX_COMMAND_BYTES = 100_000  # the kernel accepts 128 KiB
 REWARD_FILES = ("reward.json", "reward.txt")  # of which tests write one
 REWARD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -73,8 +73,11 @@ FIRST_SIGNAL_STATUS = 128  # exit status of a shell that a signal ended, and abo
 CONVERSATION_SHARE, TESTS_SHARE, UNTOUCHED_TESTS_SHARE = 0.5, 0.8, 0.95
 
 
-class HarborConfig(AgentRunnerConfig):
-    """Containers with this machine's programs, without network. Deadlines in task.toml apply within `timeout_s`."""
+class HarborConfig(HarnessConfig):
+    """Containers with this machine's programs, without network. Deadlines in task.toml apply within `timeout_s`.
+
+    `command`: a harness that works in the container, in place of the tool bash; of the network it reaches the gateway.
+    """
 
     max_turns: int = Field(default=20, gt=0)  # responses of the policy
     command_timeout_s: Seconds = 60.0  # per command of the policy
@@ -82,6 +85,9 @@ class HarborConfig(AgentRunnerConfig):
     timeout_s: Seconds = 480.0  # per rollout; half of it for the policy, the rest for tests
     reward_min: float = Field(default=0.0, allow_inf_nan=False)  # of tests; a response that breaks them earns it
     reward_max: float = Field(default=1.0, allow_inf_nan=False)  # of tests; a higher one earns reward_min
+    mounts: list[str] = Field(default_factory=list)  # directories that a harness needs, read-only at the same paths
+    # address space of each process, which Node and Bun reserve far more of than they use; null: unlimited
+    address_space_gb: float | None = Field(default=8.0, gt=0)
     answer_file: str | None = None  # file in /app that gets the text of the last response before the tests run
     ignore_dockerfile: bool = False  # run tasks whose Dockerfile does more than copy environment/
 
@@ -102,99 +108,56 @@ class Verdict:
 
 def check_harbor(key: str, section: HarborConfig, config: RolloutRunConfig) -> None:
     """Raise ConfigError if containers cannot be started or tools cannot be called."""
-    if config.gateway.tool_parser is None:
+    if section.command is None and config.gateway.tool_parser is None:
         raise ConfigError("gateway.tool_parser", None, f"{key} needs one: the policy calls bash")
     if section.answer_file is not None and Path(section.answer_file).name != section.answer_file:
         raise ConfigError(f"{key}.answer_file", section.answer_file, "must be the name of a file, which is put in /app")
     if shutil.which("bwrap") is None:
         raise ConfigError(f"{key}.type", "harbor", "needs the program bwrap (bubblewrap) in PATH")
     with tempfile.TemporaryDirectory() as work:
-        argv = Container(Path(work)).argv("true")
+        argv = Container(Path(work), section.address_space_gb).argv("true")
         try:
             tried = subprocess.run(argv, capture_output=True, text=True, timeout=START_S, check=False)
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"{key}.type", "harbor", f"bwrap did not start a container in {START_S:g} s") from error
     if tried.returncode:
         raise ConfigError(f"{key}.type", "harbor", f"bwrap cannot start a container: {tried.stderr.strip()[:300]}")
+    if section.command is not None:
+        _check_contained_harness(key, section, section.command)
     check_agent_runner(key, section, config)
 
 
-class Container:
-    """The files of one rollout; commands run in their own namespaces: no network, /usr read-only, /app persistent."""
+def _check_contained_harness(key: str, section: HarborConfig, command: Sequence[str]) -> None:
+    """Raise ConfigError for a harness that would not run in the container."""
+    check_harness(key, section)
+    if not section.is_harness:
+        raise ConfigError(f"{key}.command", section.command, "needs {prompt} or {prompt_file}, which is the task")
+    if section.answer_file is not None:
+        raise ConfigError(f"{key}.answer_file", section.answer_file, "a harness writes its files itself; allowed: null")
 
-    def __init__(self, work: Path) -> None:
-        self._work = work
-        self.app.mkdir(parents=True)
 
-    @property
-    def app(self) -> Path:
-        return self._work / "app"
-
-    def argv(self, command: str, *, tests: Path | None = None) -> list[str]:
-        """Return the program that runs a command; with `tests`, they and /logs are mounted too."""
-        argv = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--uid", "1000", "--gid", "1000"]
-        argv += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
-        argv += ["--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
-        for name in SYSTEM:
-            path = Path("/") / name
-            if path.is_symlink():
-                argv += ["--symlink", os.readlink(path), str(path)]
-            elif path.is_dir():
-                argv += ["--ro-bind", str(path), str(path)]
-        for name in ("/etc/alternatives", "/etc/ld.so.cache"):
-            argv += ["--ro-bind-try", name, name]
-        argv += ["--bind", str(self.app), "/app"]
-        if tests is not None:
-            argv += ["--ro-bind", str(tests), "/tests", "--bind", str(self._work / "logs"), "/logs"]
-        argv += ["--chdir", "/app", "--clearenv"]
-        for name, value in VARIABLES.items():
-            argv += ["--setenv", name, value]
-        return [*argv, "/bin/bash", "-c", f"{LIMITS}; {command}"]
-
-    async def verify(self, tests: Path, section: "HarborConfig", name: str, *, timeout_s: float) -> Verdict:
-        """Run the tests and check what they leave, in a directory that nothing has reached before."""
-        directory = self._work / "logs" / "verifier"
-        directory.mkdir(parents=True)
-        status, output = await self.run("bash /tests/test.sh", timeout_s=timeout_s, tests=tests)
-        if status is None or status >= FIRST_SIGNAL_STATUS:
-            return Verdict(status, output, fault="tests_timeout" if status is None else "tests_killed")
-        try:
-            return Verdict(status, output, read_rewards(directory, name, section.reward_min, section.reward_max))
-        except RewardFault as fault:
-            return Verdict(status, output, fault=str(fault))
-
-    async def run(self, command: str, *, timeout_s: float, tests: Path | None = None) -> tuple[int | None, str]:
-        """Return exit status and output; status None if the command was killed at its deadline."""
-        with tempfile.TemporaryFile() as output:
-            process = await asyncio.create_subprocess_exec(
-                *self.argv(command, tests=tests),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={"PATH": os.environ.get("PATH", os.defpath)},  # the container can read it: /proc/1 is bwrap
-            )
-            status: int | None = None
-            try:
-                async with asyncio.timeout(timeout_s):
-                    status = await process.wait()
-            except TimeoutError:
-                pass
-            finally:
-                if process.returncode is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)  # bwrap; its namespace ends with it
-                    await process.wait()
-            output.seek(0)
-            return status, output.read(MAX_OUTPUT_BYTES).decode(errors="replace")
+def _check_installed(key: str, section: HarborConfig, command: Sequence[str]) -> None:
+    """Raise ConfigError for a harness or a directory that this machine or the container lacks."""
+    for directory in section.mounts:
+        if not os.path.isabs(directory) or not os.path.isdir(directory) or directory == "/":
+            raise ConfigError(f"{key}.mounts", directory, "must be the absolute path of a directory other than /")
+    program = find_program(key, command)
+    if not any(Path(program).is_relative_to(directory) for directory in ("/usr", "/bin", "/sbin", *section.mounts)):
+        raise ConfigError(f"{key}.mounts", section.mounts, f"no directory in it has the program {program}")
 
 
 class HarborAgent:
     """The loop of one rollout. The tests always run at its end, and write the reward."""
 
     def __init__(self, name: str, section: HarborConfig) -> None:
+        """Make the agent of `env.<name>`; raises ConfigError for a harness that is not installed."""
         self._name = name
         self._section = section
+        self._harness: Harness | None = None
+        if section.command is not None:
+            _check_installed(f"env.{name}", section, section.command)
+            self._harness = Harness(section)
+        self._has_logged_failure = False
         self._sound: set[Path] = set()  # tasks whose tests gave a reward on their untouched files
 
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
@@ -209,11 +172,15 @@ class HarborAgent:
         task = read_task(directory, ignore_dockerfile=self._section.ignore_dockerfile)
         with self._open_container(directory) as container:
             timeout_s = min(_deadline(task, "agent"), remaining_s(CONVERSATION_SHARE))
-            answer = await self._converse_in_time(prompt, container, base_url, api_key, timeout_s)
+            if self._harness is None:
+                answer, fault = await self._converse_in_time(prompt, container, base_url, api_key, timeout_s), None
+            else:
+                run = partial(container.run_harness, self._harness, prompt, base_url, api_key)
+                answer, fault = None, await self._run_harness(run, timeout_s)
             timeout_s = min(_deadline(task, "verifier"), remaining_s(TESTS_SHARE))
             verdict = await self._verify(directory, container, answer, timeout_s=timeout_s)
         if verdict.fault is None:
-            return AgentResult(verdict.rewards, answer)
+            return AgentResult(verdict.rewards, answer, fault)
         if directory not in self._sound:
             with self._open_container(directory) as container:
                 timeout_s = min(_deadline(task, "verifier"), remaining_s(UNTOUCHED_TESTS_SHARE))
@@ -228,14 +195,41 @@ class HarborAgent:
     def _open_container(self, directory: Path) -> Iterator[Container]:
         """Yield a container with the task's files."""
         with temporary_directory() as work:
-            container = Container(Path(work))
+            container = Container(Path(work), self._section.address_space_gb)
             copy_environment(directory, container.app)
             yield container
 
     async def _verify(self, directory: Path, container: Container, answer: str | None, *, timeout_s: float) -> Verdict:
         if self._section.answer_file is not None:
             replace_file(container.app / self._section.answer_file, answer or "")
-        return await container.verify(directory / "tests", self._section, self._name, timeout_s=timeout_s)
+        section, name = self._section, self._name
+        logs = container.make_logs()
+        status, output = await container.run("bash /tests/test.sh", timeout_s=timeout_s, tests=directory / "tests")
+        if status is None or status >= FIRST_SIGNAL_STATUS:
+            return Verdict(status, output, fault="tests_timeout" if status is None else "tests_killed")
+        try:
+            return Verdict(status, output, read_rewards(logs, name, section.reward_min, section.reward_max))
+        except RewardFault as fault:
+            return Verdict(status, output, fault=str(fault))
+
+    async def _run_harness(
+        self, run: Callable[..., Awaitable[tuple[int | None, str, bool]]], timeout_s: float
+    ) -> str | None:
+        """Run the harness; return why it did not end well, if so, since the tests run all the same.
+
+        Raises HarborError if it ended before it called the policy.
+        """
+        status, output, has_called = await run(mounts=self._section.mounts, timeout_s=timeout_s)
+        if status == 0:
+            return None
+        ended = f"did not end in {timeout_s:g} s" if status is None else f"ended with exit status {status}"
+        if not has_called:
+            raise HarborError(f"the harness {ended} before it called the policy: {output.strip()[-500:]}")
+        if not self._has_logged_failure:
+            self._has_logged_failure = True
+            log = "env.%s: a harness %s; further ones are counted as response faults alone. %s"
+            logger.warning(log, self._name, ended, output.strip()[-2000:])
+        return "harness_timeout" if status is None else "harness_failed"
 
     async def _converse_in_time(
         self, prompt: Prompt, container: Container, base_url: str, api_key: str, timeout_s: float
@@ -328,7 +322,7 @@ def read_rewards(directory: Path, name: str, low: float, high: float) -> dict[st
 
 
 def _read_regular(directory: Path, name: str) -> str | None:
-    """Return the first MAX_OUTPUT_BYTES of a regular file; None if it does not exist.
+    """Return the first MAX_REWARD_BYTES of a regular file; None if it does not exist.
 
     Raises OSError for a link, which could lead out of the container, and for a pipe or device, which may be endless.
     """
@@ -342,7 +336,7 @@ def _read_regular(directory: Path, name: str) -> str | None:
     with open(file, "rb") as opened:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(f"{name} is no regular file")
-        return opened.read(MAX_OUTPUT_BYTES).decode()
+        return opened.read(MAX_REWARD_BYTES).decode()
 
 
 def _deadline(task: Mapping[str, Any], part: str) -> float:

@@ -4,6 +4,7 @@ from nemo_rl.errors import ConfigError
 from tests.unit.config.conftest import Load
 
 FUNCTION = "++env.asker={type: agent, function: 'mine:ask'"
+HARNESS = "++env.asker={type: agent, command: [env, '{prompt}']"
 BOTH = "++env.asker={type: agent, function: 'mine:ask', command: [program]}"
 
 
@@ -15,6 +16,11 @@ BOTH = "++env.asker={type: agent, function: 'mine:ask', command: [program]}"
         (["++env.asker={type: agent, command: []}"], "env.asker.command", "program"),
         (["++env.asker={type: agent, command: [a], in_tasks: true}"], "env.asker.in_tasks", "allowed: false"),
         ([FUNCTION + ", inherited_variables: [A]}"], "env.asker.inherited_variables", "only with command"),
+        ([FUNCTION + ", variables: {A: b}}"], "env.asker.variables", "only with command"),
+        ([HARNESS + "}"], "env.asker.scored_by", "reports no reward"),
+        ([HARNESS + ", scored_by: math, env_state_fields: [a]}"], "env.asker.env_state_fields", "nothing else"),
+        ([FUNCTION + ", side_calls: [{}]}"], "env.asker.side_calls.0", "matches every call"),
+        ([FUNCTION + ", side_calls: [{model: '('}]}"], "env.asker.side_calls.0.model", "not a regular expression"),
         ([FUNCTION + ", env_state_fields: [a]}"], "env.asker.env_state_fields", "only with command"),
         (["++env.m={type: mcp, command: [a], tools: [t], reward_tool: t}"], "env.m.tools", "offers env.m.reward_tool"),
         ([FUNCTION + ", reward_min: 2, reward_max: 2}"], "env.asker.reward_min", "below env.asker.reward_max = 2"),
@@ -37,6 +43,8 @@ def test_agents_that_cannot_run_are_refused(load: Load, overrides: list[str], ke
     [
         [FUNCTION + ", scored_by: math, in_tasks: true}"],
         ["++env.asker={type: agent, command: [program, '--flag']}"],
+        [HARNESS + ", scored_by: math, side_calls: [{system: title, tools: false}]}"],
+        [HARNESS + "}", "gateway.token_env=HOME"],
         [FUNCTION + "}", "gateway.host=0.0.0.0"],
         [FUNCTION + "}", "gateway.host=localhost"],
         [FUNCTION + "}", "gateway.host='::1'"],

@@ -114,6 +114,7 @@ NEED_MORE = {
         "data.max_input_seq_length",
         "policy.tokenizer.chat_template",
     },
+    "ecosystem.md": {"env.coder.mounts"},
     "environments.md": {"env.my_game.type", "env.my_reward.kwargs"},
     "generation.md": {"policy.generation.vllm_kwargs", "policy.generation.vllm_kwargs.enable_chunked_prefill"},
     "megatron.md": {

@@ -20,7 +20,7 @@ from openai import AsyncOpenAI, OpenAI
 from nemo_rl.config.shared_sections import GatewayConfig, RolloutConfig
 from nemo_rl.data.prompt_loader import PromptLoader
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED
-from nemo_rl.errors import RolloutError
+from nemo_rl.errors import ConfigError, RolloutError
 from nemo_rl.experience.agent_rollouts import run_agent_rollouts
 from nemo_rl.experience.agent_runtime import AgentRuntime, RewardRange, make_agent
 from nemo_rl.experience.agents import AgentConfig
@@ -33,6 +33,7 @@ from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.experience.sync_source import SyncSource
 from nemo_rl.experience.turns import TRUNCATED_BEFORE_REWARD, RolloutJob
 from nemo_rl.gateway.manager import GatewayManager
+from nemo_rl.gateway.side_calls import make_side_call_test
 from nemo_rl.interfaces import Agent
 from nemo_rl.types import (
     AgentResult,
@@ -40,6 +41,7 @@ from nemo_rl.types import (
     Failure,
     FailureClass,
     GenerationRequest,
+    Message,
     Prompt,
     StopReason,
     Trajectory,
@@ -669,6 +671,86 @@ def test_a_command_that_fails_says_why() -> None:
     failed = cause_of(rollout_of(CommandAgent("game", ["/no/such/program"])))
     assert failed[0] is FailureClass.AGENT
     assert "/no/such/program" in failed[1]
+
+
+# ---- harnesses as they come
+
+# A program that knows no more than its arguments and the file that was written for it.
+HARNESS = """
+import json, os, sys, urllib.request
+from pathlib import Path
+settings = json.loads((Path.home() / ".harness" / "settings.json").read_text())
+def ask(url, text, **fields):
+    body = json.dumps({"model": "any", "messages": [{"role": "user", "content": text}], **fields}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + settings["key"]}
+    request = urllib.request.Request(url + "/chat/completions", body, headers)
+    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).close()
+"""
+TITLED = """
+ask(settings["url"], "a title for: " + sys.argv[1], model="small")
+ask(settings["url"], sys.argv[1])
+"""
+SETTINGS = {"path": ".harness/settings.json", "content": {"url": "{base_url}", "key": "{api_key}"}}
+
+
+def harness(script: str, **keys: Any) -> Agent:
+    command = [sys.executable, "-S", "-c", HARNESS + script, "{prompt}", "{workdir}", "{prompt_file}"]
+    return make_agent("game", config_of(command=command, files=[SETTINGS], scored_by="scorer", **keys))
+
+
+def config_of(**keys: Any) -> AgentConfig:
+    return AgentConfig.model_validate(keys)
+
+
+def test_a_harness_gets_its_task_as_an_argument_and_is_scored_by_the_environment() -> None:
+    script = """
+assert Path.cwd() == Path(sys.argv[2]) != Path.home() and not os.listdir()
+assert Path(sys.argv[3]).read_text() == sys.argv[1]
+assert sys.stdin.read() == "" and "NEMO_RL_REPORT_FD" not in os.environ
+(Path.cwd() / "left").write_text("removed afterwards")
+ask(settings["url"], sys.argv[1])
+"""
+    trajectory = rollout_of(harness(script), scorer=FakeEnvironment())
+    assert (trajectory.failure, trajectory.rewards) == (None, {"length": 5.0})
+    assert [m.message.content for m in trajectory.message_log] == ["question0", "hello"]
+
+
+def test_a_harness_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ConfigError, match="no such program") as caught:
+        make_agent("game", AgentConfig(command=["no-such-harness", "{prompt}"]))
+    assert caught.value.key == "env.game.command"
+
+
+def test_a_harness_that_fails_says_why_even_on_standard_output() -> None:
+    trajectory = rollout_of(harness("print('no such model'); sys.exit(3)"), scorer=FakeEnvironment())
+    assert cause_of(trajectory) == (FailureClass.AGENT, "CommandError: exit status 3: no such model")
+
+
+def test_the_longest_prompt_that_an_argument_can_be_arrives() -> None:
+    long = replace(prompt(0), messages=(Message("user", "é" * 65_535),))
+    command = ["/usr/bin/test", "{prompt}", "=", "é" * 65_535]
+    agent = make_agent("game", AgentConfig(command=command, scored_by="scorer"))
+    assert asyncio.run(agent.run(long, "http://unused", "unused")) == AgentResult()
+
+
+@pytest.mark.parametrize(
+    "rules", [[], [{"model": "^small$"}], [{"last_message": "never"}, {"last_message": "a title"}]]
+)
+def test_side_calls_are_answered_and_not_trained(rules: list[dict[str, str]]) -> None:
+    agent = harness(TITLED)
+    section = config_of(command=["h", "{prompt}"], side_calls=rules)
+    scorer = FakeEnvironment()
+    trajectory = rollout_of(agent, scorer=scorer, is_side_call=make_side_call_test(section.side_calls))
+    assert trajectory.failure is None
+    assert len(trajectory.other_chains) == (0 if rules else 1)
+    if rules:
+        assert [m.message.content for m in trajectory.message_log] == ["question0", "hello"]
+
+
+def test_a_harness_that_makes_side_calls_alone_is_a_failure() -> None:
+    test = make_side_call_test(config_of(command=["h"], side_calls=[{"tools": False}]).side_calls)
+    trajectory = rollout_of(harness(TITLED), scorer=FakeEnvironment(), is_side_call=test)
+    assert cause_of(trajectory) == (FailureClass.AGENT, "the agent ended without a model call that succeeded")
 
 
 def spawning(directory: Path, then: str) -> CommandAgent:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -32,15 +33,16 @@ class Agent:
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     sampled: list[tuple[int, ...]] = field(default_factory=list)
 
-    def ask(self, text: str, *, stopped: bool = True, id: str | None = None) -> Message:
+    def ask(self, text: str, *, stopped: bool = True, **how: Any) -> Message:
         ids = tokens_of(self.name, text, stopped=stopped)
-        return self.ask_ids(ids, id=id)
+        return self.ask_ids(ids, **how)
 
-    def ask_ids(self, ids: tuple[int, ...], *, id: str | None = None) -> Message:
+    def ask_ids(self, ids: tuple[int, ...], *, id: str | None = None, is_side_call: bool = False) -> Message:
         call = self.session.begin(tuple(self.messages), self.tools)
         completion_id = id or f"c{self.session.num_calls}"
         said = codec_of(self.name).read(ids, ReadingRules(completion_id, with_tools=bool(self.tools))).message
-        self.session.commit(call, completion_of(ids), said, completion_id=completion_id)
+        completion = completion_of(ids)
+        self.session.commit(call, completion, said, completion_id=completion_id, is_side_call=is_side_call)
         self.prompts.append(call.prompt_token_ids)
         self.sampled.append(ids)
         return said
@@ -255,6 +257,37 @@ def test_a_rewarded_sibling_is_kept():
     agent.ask("b")
     agent.session.reward({"judge": 0.5}, completion_id="first")
     assert [(said_in(c), dict(c.rewards)) for c in agent.session.chains()] == [(["a"], {"judge": 0.5}), (["b"], {})]
+
+
+def test_a_side_call_of_its_own_is_no_chain():
+    agent = agent_of(SYSTEM, HI)
+    agent.ask("a title", is_side_call=True)
+    agent.messages = [HI]
+    agent.ask("hello")
+    assert [said_in(chain) for chain in agent.session.chains()] == [["hello"]]
+
+
+def test_a_side_call_at_the_end_of_a_chain_leaves_the_chain_as_it_was():
+    agent = agent_of(HI)
+    agent.messages += [agent.ask("hello")]
+    main = [*agent.messages]
+    agent.messages += [Message("user", "summarize")]
+    agent.ask("we met", is_side_call=True)
+    assert [said_in(chain) for chain in agent.session.chains()] == [["hello"]]
+    agent.messages = [*main, Message("user", "one")]
+    agent.ask("good")
+    assert [said_in(chain) for chain in agent.session.chains()] == [["hello", "good"]]
+
+
+def test_a_side_call_that_is_continued_is_context_and_each_token_is_trained_once():
+    agent = agent_of(HI)
+    agent.messages += [agent.ask("hello"), Message("user", "summarize")]
+    agent.messages += [agent.ask("we met", is_side_call=True), Message("user", "shorter")]
+    agent.messages += [agent.ask("met", is_side_call=True), Message("user", "one")]
+    agent.ask("good")
+    (chain,) = agent.session.chains()
+    assert tokens(chain) == (*agent.prompts[-1], *agent.sampled[-1])
+    assert said_in(chain) == ["hello", "good"]
 
 
 def test_tool_calls_that_come_back_without_their_text_continue_the_chain():

@@ -1,0 +1,151 @@
+"""A harness in place of the tool `bash` of `harbor`: it reaches the gateway alone, and the tests reward its files."""
+
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.config.master import GRPORunConfig
+from nemo_rl.environments.ecosystem.harbor import HarborAgent, HarborConfig, check_harbor
+from nemo_rl.errors import ConfigError
+from nemo_rl.types import AgentResult, FailureClass, GenerationRequest, Prompt, Trajectory
+from tests.contracts.test_harbor import EXAMPLE, has_containers
+from tests.unit.experience.test_agents import HARNESS, SETTINGS, rollouts_of
+
+pytestmark = pytest.mark.skipif(not has_containers(), reason="bubblewrap starts no container on this machine")
+
+PYTHON = "/usr/bin/python3"
+WORK = 'word = open("word.txt").read(); open("answer.txt", "w").write(word.strip()[::-1])\n'
+
+
+def rollout(script: str, directory: Path = EXAMPLE / "spell-moon", count: int = 1, **keys: Any) -> Trajectory:
+    """The trajectory of a harness that is this script."""
+    command = [PYTHON, "-c", HARNESS + script, "{prompt}", "{workdir}"]
+    agent = HarborAgent("harbor", HarborConfig.model_validate({"command": command, "files": [SETTINGS], **keys}))
+
+    class InDirectory:
+        async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
+            state: Mapping[str, Any] = {"task_directory": str(directory)}
+            return await agent.run(replace(prompt, env_state=state), base_url, api_key)
+
+    def say(request: GenerationRequest, text: str) -> str:
+        return "a reply"
+
+    return rollouts_of(InDirectory(), count, say=say)[-1]
+
+
+def test_a_harness_calls_the_policy_and_the_tests_reward_the_files_that_it_leaves() -> None:
+    trajectory = rollout('ask(settings["url"], sys.argv[1]); ask(settings["url"], os.getcwd())\n' + WORK, count=2)
+    assert trajectory.failure is None
+    assert (trajectory.rewards, trajectory.response_faults) == ({"harbor": 1.0}, ())
+    logs = (trajectory.message_log, *trajectory.other_chains)
+    assert [[m.message.content for m in log] for log in logs] == [["question0", "a reply"], ["/app", "a reply"]]
+
+
+def test_a_harness_that_does_nothing_earns_nothing() -> None:
+    assert rollout('ask(settings["url"], "x")').rewards == {"harbor": 0.0}
+
+
+def test_a_harness_reaches_the_gateway_alone_and_no_file_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_RUN", "hidden")
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        script = f"""
+import getpass, socket, subprocess
+ask(settings["url"], "x")
+assert getpass.getuser() == "agent"
+for address in (("127.0.0.1", {listener.getsockname()[1]}), ("192.0.2.1", 80)):
+    try:
+        socket.create_connection(address, 1)
+        sys.exit("reached")
+    except OSError:
+        pass
+assert [os.path.exists(p) for p in ("{secret}", "/root/.ssh", "/logs", "/tests")] == [False] * 4
+assert b"hidden" not in b"".join(Path(p).read_bytes() for p in Path("/proc").glob("[0-9]*/environ"))
+assert subprocess.run(["touch", "/usr/x"]).returncode
+"""
+        trajectory = rollout(script + WORK)
+    assert (trajectory.failure, trajectory.rewards, trajectory.response_faults) == (None, {"harbor": 1.0}, ())
+
+
+@pytest.mark.parametrize(
+    ("end", "fault"), [("sys.exit(3)", "harness_failed"), ("import time; time.sleep(99)", "harness_timeout")]
+)
+def test_files_count_however_the_harness_ends(end: str, fault: str) -> None:
+    timeout_s = 6.0 if fault == "harness_timeout" else 60.0
+    trajectory = rollout(f'ask(settings["url"], "x")\n{WORK}{end}', timeout_s=timeout_s)
+    assert (trajectory.failure, trajectory.rewards, trajectory.response_faults) == (None, {"harbor": 1.0}, (fault,))
+
+
+def test_a_harness_that_ends_before_it_calls_the_policy_is_a_failure() -> None:
+    failure = rollout("sys.exit('no such option: --fix')").failure
+    assert failure is not None
+    assert failure.failure_class is FailureClass.AGENT
+    assert "exit status 1 before it called the policy" in failure.cause
+    assert "no such option: --fix" in failure.cause
+
+
+def test_more_connections_than_a_harness_needs_are_closed() -> None:
+    script = """
+import select, socket
+host, port = settings["url"].split("/")[2].split(":")
+connections = [socket.create_connection((host, int(port))) for _ in range(40)]
+closed = []
+while len(closed) < 8:
+    closed = select.select(connections, [], [], 20)[0]
+assert len(closed) == 8 and {each.recv(1) for each in closed} == {b""}
+for each in connections:
+    each.close()
+while True:
+    try:
+        ask(settings["url"], "x")
+        break
+    except OSError:  # the others are not ended yet
+        pass
+"""
+    trajectory = rollout(script + WORK)
+    assert (trajectory.failure, trajectory.response_faults) == (None, ())
+
+
+def test_a_harness_elsewhere_needs_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "harness"
+    shutil.copy(os.path.realpath(PYTHON), program)
+    command = [str(program), "-c", HARNESS + 'ask(settings["url"], "x")\n' + WORK, "{prompt}"]
+    with pytest.raises(ConfigError, match=f"no directory in it has the program {program}"):
+        HarborAgent("h", HarborConfig(command=command))
+    with pytest.raises(ConfigError, match="absolute path"):
+        HarborAgent("h", HarborConfig(command=command, mounts=["bin"]))
+    with pytest.raises(ConfigError, match="no such program"):
+        HarborAgent("h", HarborConfig(command=["no-such-harness", "{prompt}"]))
+    keys = {"command": command, "files": [SETTINGS], "mounts": [str(tmp_path / "bin")]}
+    agent = HarborAgent("harbor", HarborConfig.model_validate(keys))
+
+    class InDirectory:
+        async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
+            state = {"task_directory": str(EXAMPLE / "spell-moon")}
+            return await agent.run(replace(prompt, env_state=state), base_url, api_key)
+
+    (trajectory,) = rollouts_of(InDirectory(), say=lambda request, text: "a reply")
+    assert (trajectory.failure, trajectory.rewards) == (None, {"harbor": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"command": [PYTHON]}, r"needs \{prompt\} or \{prompt_file\}"),
+        ({"command": [PYTHON, "{prompt}"], "answer_file": "a"}, "a harness writes its files itself"),
+    ],
+)
+def test_a_harness_that_cannot_run_is_refused(keys: dict[str, Any], problem: str) -> None:
+    config: Any = GRPORunConfig.model_construct()
+    with pytest.raises(ConfigError, match=problem):
+        check_harbor("env.h", HarborConfig(**keys), config)
