@@ -263,6 +263,7 @@ class FailedRequest:
     request_id: str
     cause: str
     timed_out: bool = False  # not answered by its deadline
+    is_too_long: bool = False  # the prompt leaves no room for a response; a retry would fail alike
 
 
 class FailureClass(StrEnum):

@@ -184,6 +184,8 @@ class GatewayConfig(Section):
     # requests that demand a call of a tool (tool_choice: required); auto: served as if they left it to the policy;
     # guided: the engine masks every other token, subject to guided_calls
     forced_tool_choice: Literal["refused", "auto", "guided"] = "refused"
+    # requests whose tool_choice is none; hidden: their prompt has no tools, so that they begin a new chain
+    tool_choice_none: Literal["shown", "hidden"] = "shown"
     # a conversation that has filled the context: 400, or an empty answer with finish_reason "length"
     full_context: Literal["error", "length"] = "error"
     session_ttl_s: Seconds = 3600.0  # until an unused session is closed

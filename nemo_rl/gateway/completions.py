@@ -52,6 +52,7 @@ class CompletionRules:
     can_guide: bool = False  # the engine can mask tokens by a guide
     guided_calls: Literal["refused", "untrained"] = "refused"  # in training
     forced_tool_choice: Literal["refused", "auto", "guided"] = "refused"  # requests that demand a tool call
+    hides_unused_tools: bool = False  # tools of a request that may not call any are left out of its prompt
 
 
 class CallQueue:
@@ -104,11 +105,12 @@ class CompletionHandler:
     async def complete_in_session(
         self, request: CallRequest, live: LiveSession, *, is_named: bool = False, sink: Sink | None = None
     ) -> CallAnswer:
-        """CallAnswer a session's call and commit it; a call that fails or is cancelled leaves no trace in the session.
+        """Answer a session's call and commit it; a call that fails or is cancelled leaves no trace in the session.
 
         `is_named`: the request's body names the session; echoed tokens then identify the chain, and the answer carries
         its token ids. `sink` receives the deltas while tokens are sampled.
         """
+        request = self._hide_unused_tools(request)
         try:
             return await self._complete_and_commit(request, live, is_named=is_named, sink=sink)
         except ContextLengthError as error:
@@ -144,7 +146,6 @@ class CompletionHandler:
                 is_trained=is_trained,
                 is_side_call=live.is_side_call is not None and live.is_side_call(request),
                 asked=_conversation(live.session, request)[request.num_instructions :] if request.is_kept else (),
-                is_parallel=live.end_sample(call, sample_index),
             )
         except BaseException:
             live.release_sample_index(call, sample_index)
@@ -167,6 +168,7 @@ class CompletionHandler:
 
     def count_tokens(self, request: CallRequest, live: LiveSession | None) -> int:
         """Return the number of tokens in a call's prompt; changes nothing."""
+        request = self._hide_unused_tools(request)
         self._check_length(request)
         session = Session(self._codec) if live is None else live.session
         call = self._encode_call(lambda: session.begin(request.messages, request.tools))
@@ -175,8 +177,8 @@ class CompletionHandler:
     async def complete_without_session(
         self, request: CallRequest, calls: EchoedCallStore, *, sink: Sink | None = None
     ) -> CallAnswer:
-        """CallAnswer a call whose last assistant message carries the tokens that identify the chain."""
-        request = self._check(request, trains=True)
+        """Answer a call whose last assistant message carries the tokens that identify the chain."""
+        request = self._check(self._hide_unused_tools(request), trains=True)
         if request.guide is not None:
             raise make_unsupported_error(request.guide_field, "only calls in a session can be guided")
         call = self._encode_call(
@@ -192,6 +194,10 @@ class CompletionHandler:
     def next_session_seed(self) -> int:
         """Return a seed for a session opened without one."""
         return _derive_seed(self._rules.seed, b"session", next(self._call_counter))
+
+    def _hide_unused_tools(self, request: CallRequest) -> CallRequest:
+        is_hidden = self._rules.hides_unused_tools and not request.parses_tool_calls
+        return replace(request, tools=()) if is_hidden else request
 
     def _check(self, request: CallRequest, *, trains: bool) -> CallRequest:
         """Return the request with a demand for a call as its guide; raises RequestError if it cannot be served."""
@@ -335,6 +341,10 @@ class CompletionHandler:
                 raise EngineError(f"the engine failed: {type(error).__name__}") from error
         if result is None:
             raise EngineError("the engine failed: it returned no result")
+        if isinstance(result, FailedRequest) and result.is_too_long:
+            raise ContextLengthError(
+                len(generation_request.token_ids), self._rules.max_model_len, cause=escape(result.cause, 300)
+            )
         if isinstance(result, FailedRequest):
             code = "timeout" if result.timed_out else "engine_failed"
             raise EngineError(f"the engine failed: {result.cause}", code=code)

@@ -31,8 +31,6 @@ class LiveSession:
     is_closed: bool = False
     running: set[asyncio.Task[object]] = field(default_factory=set)  # generations in flight
     _sample_indices: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
-    _in_flight: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
-    _parallel: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
 
     def acquire_sample_index(self, call: PendingCall) -> int:
         """Return the call's index, from 0, among calls with the same request and parent; its seed depends on it."""
@@ -40,23 +38,11 @@ class LiveSession:
         taken = self._sample_indices.setdefault(key, set())
         sample_index = next(i for i in range(len(taken) + 1) if i not in taken)
         taken.add(sample_index)
-        in_flight = self._in_flight.setdefault(key, set())
-        in_flight.add(sample_index)
-        if len(in_flight) > 1:
-            self._parallel.setdefault(key, set()).update(in_flight)
         return sample_index
-
-    def end_sample(self, call: PendingCall, sample_index: int) -> bool:
-        """End an answered call; return whether another with the same request and parent ran at the same time."""
-        key = id(call.parent), call.request
-        self._in_flight[key].discard(sample_index)
-        return sample_index in self._parallel.get(key, ())
 
     def release_sample_index(self, call: PendingCall, sample_index: int) -> None:
         """Free the index of a failed call, so that its retry samples the same tokens."""
-        key = id(call.parent), call.request
-        for indices in (self._sample_indices, self._in_flight, self._parallel):
-            indices.get(key, set()).discard(sample_index)
+        self._sample_indices.get((id(call.parent), call.request), set()).discard(sample_index)
 
 
 class SessionRegistry:

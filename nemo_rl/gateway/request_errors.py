@@ -50,11 +50,18 @@ class ContextLengthError(CallError):
 
     kind = CallFailureKind.CONTEXT_LENGTH
 
-    def __init__(self, num_tokens: int | None, max_model_len: int, *, asks_truncation: bool = False) -> None:
-        """Take the length of the conversation in tokens; None if it has too many characters to be encoded."""
+    def __init__(
+        self, num_tokens: int | None, max_model_len: int, *, asks_truncation: bool = False, cause: str = ""
+    ) -> None:
+        """Take the length of the conversation in tokens; None if it has too many characters to be encoded.
+
+        `cause`: what the engine says, if it takes less than `max_model_len`.
+        """
         self.num_tokens = max_model_len if num_tokens is None else num_tokens
         size = "more than" if num_tokens is None else f"{num_tokens} tokens in"
         message = f"{size} a context length of {max_model_len} tokens: no room is left for a response"
+        if cause:
+            message = f"{num_tokens} tokens exceed the engine's context length: {cause}"
         if asks_truncation:
             message += "; truncation: auto is accepted, but the gateway drops no part of a conversation"
         super().__init__(400, message, param="messages", code="context_length_exceeded")

@@ -3,6 +3,7 @@
     POST   /sessions                    run  {"seed"?} -> {"id", "base_url"}
     POST   /sessions/{id}/v1/...             a call in the session, by the paths of each API in dialects/
     POST   /sessions/{id}/reward        run  {"reward"} or {"rewards": {name: number}}, "completion_id"?
+    POST   /sessions/{id}/reward_info   run  {"reward_info": {name: number}}, for clients of uni-agent's gateway
     GET    /sessions/{id}               run  its chains, token for token
     DELETE /sessions/{id}               run  the same, and the session is closed
     POST   /v1/...                           the same calls; a header, the API key or the body names the session
@@ -22,9 +23,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeAlias
 
 from aiohttp import web
 from pydantic_core import to_json
@@ -36,7 +38,7 @@ from nemo_rl.gateway.capture_api import capture_routes
 from nemo_rl.gateway.captures import CaptureStore
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionHandler, CompletionRules
-from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, load_dialects
+from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, find_none, load_dialects
 from nemo_rl.gateway.echoes import EchoedCallStore
 from nemo_rl.gateway.live_sessions import LiveSession, SessionRegistry
 from nemo_rl.gateway.request_errors import RequestError
@@ -55,6 +57,7 @@ PREFIXES += ("/sessions/{id}/v1/v1beta",)
 SESSION_HEADER = "X-NeMo-RL-Session"
 NO_SESSION = f"this API needs a session: in the base URL, in the header {SESSION_HEADER}, or its id as the API key"
 NO_RUN_KEY = "this needs the run's key, gateway.token_env, as the API key; a session's opens only calls in that session"
+Complete: TypeAlias = Callable[..., Coroutine[Any, Any, CallAnswer]]
 INTERNAL_ERROR = RequestError(500, "internal gateway error; see the gateway log", code="internal")
 SHUTDOWN_S = 1.0  # grace period for running calls without a session when the server closes
 
@@ -211,6 +214,7 @@ class GatewayServer:
                 web.get("/sessions/{id}", self._with_run_key(self._read)),
                 web.delete("/sessions/{id}", self._with_run_key(self._close)),
                 web.post("/sessions/{id}/reward", self._with_run_key(self._reward)),
+                web.post("/sessions/{id}/reward_info", self._with_run_key(self._reward)),
                 web.get("/sessions/{id}/v1/models", self._models),
                 *capture_routes(self.captures, self._body, self._with_run_key),
             ]
@@ -331,9 +335,11 @@ class GatewayServer:
 
     async def _call(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         self._session(request)
-        call = dialect.parse(await self._body(request), request.rel_url)
+        body = await self._body(request)
         live = self._session(request)  # again: the session may have ended while the body arrived
-        return await self._respond(request, dialect, call, partial(self._completions.complete_in_session, call, live))
+        call = dialect.parse(body, request.rel_url, live.session.response)
+        complete = partial(self._completions.complete_in_session, call, live)
+        return await self._respond(request, dialect, call, complete, live)
 
     async def _call_on_plain_path(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         """Answer a call outside of a session's path: a header, the API key or the body may name a session.
@@ -341,9 +347,10 @@ class GatewayServer:
         A call without a session needs the run's key.
         """
         live = self._keyed_session(request)
-        call = dialect.parse(await self._body(request), request.rel_url)
+        body = await self._body(request)
         if live is not None:
             live = self._sessions.get(live.session_id)  # again: it may have ended while the body arrived
+        call = dialect.parse(body, request.rel_url, find_none if live is None else live.session.response)
         is_named = live is None and call.session_id is not None
         if live is None and call.session_id is not None:
             live = self._sessions.get(call.session_id)
@@ -354,7 +361,7 @@ class GatewayServer:
         else:
             self._require_run_key(request)
             complete = partial(self._completions.complete_without_session, call, self.echoed)
-        return await self._respond(request, dialect, call, complete)
+        return await self._respond(request, dialect, call, complete, live)
 
     async def _count_tokens(self, request: web.Request, dialect: Dialect) -> web.Response:
         live = self._session(request) if "id" in request.match_info else self._keyed_session(request)
@@ -371,17 +378,30 @@ class GatewayServer:
         return None if key is None else self._sessions.get(key)
 
     async def _respond(
-        self, request: web.Request, dialect: Dialect, call: CallRequest, complete: Callable[..., Awaitable[CallAnswer]]
+        self, request: web.Request, dialect: Dialect, call: CallRequest, complete: Complete, live: LiveSession | None
     ) -> web.StreamResponse:
-        if call.stream:
-            return await self._stream(request, dialect.open_stream(call), complete)
-        answer = await complete()
-        body = to_json(dialect.render(call, answer, self._codec.encoder))
-        return web.Response(body=body, content_type="application/json")
+        """Answer a call; an answer that cannot be sent counts as undelivered in its session."""
+        answers: list[CallAnswer] = []
 
-    async def _stream(
-        self, request: web.Request, events: EventStream, complete: Callable[..., Awaitable[CallAnswer]]
-    ) -> web.StreamResponse:
+        async def noting(**how: Any) -> CallAnswer:
+            answers.append(await complete(**how))
+            return answers[-1]
+
+        try:
+            if call.stream:
+                return await self._stream(request, dialect.open_stream(call), noting)
+            body = to_json(dialect.render(call, await noting(), self._codec.encoder))
+            response = web.Response(body=body, content_type="application/json")
+            await response.prepare(request)
+            await response.write_eof()
+        except (ConnectionError, asyncio.CancelledError):
+            for answer in answers:
+                if live is not None:
+                    live.session.mark_undelivered(answer.completion_id)
+            raise
+        return response
+
+    async def _stream(self, request: web.Request, events: EventStream, complete: Complete) -> web.StreamResponse:
         """Send events while tokens are sampled; an error before the first event is answered as without streaming."""
         deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
         task = asyncio.ensure_future(complete(sink=deltas.put_nowait))

@@ -18,17 +18,23 @@ class SessionRequest(Body):
 
 
 class RewardRequest(Body):
-    """The body of POST /sessions/{id}/reward: one number, or several by name."""
+    """The body of POST /sessions/{id}/reward: one number, or several by name.
+
+    `reward_info` is uni-agent's name for `rewards`, with which it posts to .../reward_info.
+    """
 
     reward: FiniteFloat | None = None
     rewards: dict[str, FiniteFloat] | None = None
+    reward_info: dict[str, FiniteFloat] | None = None
     completion_id: str | None = None  # `id` of a completion: the rewards count only for chains through that call
 
     def named(self) -> dict[str, float]:
         """Return the rewards by name; a single one is called "reward"."""
-        if (self.reward is None) == (self.rewards is None):
-            raise RequestError(400, "give either reward or rewards", param="reward")
-        return {"reward": float(self.reward)} if self.reward is not None else dict(self.rewards or {})
+        single = None if self.reward is None else {"reward": float(self.reward)}
+        given = [each for each in (single, self.rewards, self.reward_info) if each is not None]
+        if len(given) != 1:
+            raise RequestError(400, "give one of reward, rewards and reward_info", param="reward")
+        return dict(given[0])
 
 
 def session_body(session_id: str, session: Session) -> dict[str, Any]:

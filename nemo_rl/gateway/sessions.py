@@ -12,9 +12,9 @@ after that prefix are encoded. So
   a new chain;
 - a rewritten last message begins a branch at the sampled message before it and is context there; the original stays as
   a chain of its own;
-- the same request again (a client's retry) gives a sibling. The sibling that the agent continues is kept, or else the
-  last one. Siblings sampled at the same time (best of n) are all kept. Of siblings with equal text, the last is
-  continued, unless the ids of tool calls identify another;
+- the same request again (best of n) gives a sibling. All of them are kept, whether or not they overlap in time, but
+  not an answer that its client was no longer there to receive. Of siblings with equal text, the last is continued,
+  unless the ids of tool calls identify another;
 - tool calls that come back without their text continue the chain.
 """
 
@@ -101,7 +101,7 @@ class Node:
     rewards: dict[str, float] = field(default_factory=dict)  # posted for this call
     is_continued: bool = False
     asked: tuple[Message, ...] = ()  # messages of the request as the client knows them, without instructions
-    is_parallel: bool = False  # a sibling was sampled at the same time
+    is_delivered: bool = True  # False: the client was gone before it had the answer
     is_side_call: bool = False  # beside the task: its chain is not trained on
 
     def message_log(self) -> MessageLog:
@@ -215,7 +215,6 @@ class Session:
         self._codec = codec
         self._calls: dict[str, Node] = {}  # by completion id, in order of commits
         self._by_history: dict[bytes, list[Node]] = {}  # digest of the history with the sampled message -> calls
-        self._by_request: dict[tuple[int, bytes], list[Node]] = {}  # siblings: (parent, request) -> answers
         self._by_tokens: dict[bytes, list[Node]] = {}  # digest of an echo -> calls with these tokens
 
     @property
@@ -269,6 +268,11 @@ class Session:
         node = self._calls.get(completion_id)
         return None if node is None else (*node.asked, node.sampled.message)
 
+    def response(self, completion_id: str) -> Message | None:
+        """Return the message of a completion as the client received it; None if the id is unknown."""
+        node = self._calls.get(completion_id)
+        return None if node is None else node.sampled.message
+
     def commit(
         self,
         call: PendingCall,
@@ -277,7 +281,6 @@ class Session:
         *,
         completion_id: str,
         asked: tuple[Message, ...] = (),
-        is_parallel: bool = False,
         is_trained: bool = True,
         is_side_call: bool = False,
     ) -> None:
@@ -286,15 +289,19 @@ class Session:
         `asked`: the request's messages, for a later request that names this completion instead of repeating them.
         """
         node = complete_call(call, completion, message, is_trained=is_trained, is_side_call=is_side_call)
-        node.asked, node.is_parallel = asked, is_parallel
+        node.asked = asked
         self._calls[completion_id] = node
         self._by_history.setdefault(history_digest(call.request, message), []).append(node)
         if message.tool_calls and message.content:
             without_text = history_digest(call.request, Message("assistant", message.tool_calls))
             self._by_history.setdefault(without_text, []).append(node)
-        self._by_request.setdefault((id(call.parent), call.request), []).append(node)
         self._by_tokens.setdefault(Echo(call.prompt_token_ids, completion.token_ids).digest(), []).append(node)
         self.last_failure = None
+
+    def mark_undelivered(self, completion_id: str) -> None:
+        """Leave an answer out that its client did not receive, unless it is continued or rewarded all the same."""
+        if completion_id in self._calls:  # the answer to a conversation without room is no call
+            self._calls[completion_id].is_delivered = False
 
     def reward(self, rewards: Mapping[str, float], *, completion_id: str | None = None) -> None:
         """Store rewards by name for the whole run, or for the chains through one call.
@@ -305,18 +312,16 @@ class Session:
         target.update(rewards)
 
     def chains(self) -> tuple[Chain, ...]:
-        """Return the chains to train on, in order of last commits; abandoned siblings without a reward are left out.
+        """Return the chains to train on, in order of last commits.
 
-        So are side calls, which nothing else continued.
+        Answers that their clients did not receive, and side calls that nothing else continued, end none.
         """
         return tuple(build_chain(node) for node in self._calls.values() if self._ends_chain(node))
 
     def _ends_chain(self, node: Node) -> bool:
         if node.is_continued or node.is_side_call:
             return False
-        siblings = self._by_request[id(node.parent), node.request]
-        is_last = node is siblings[-1] and not any(sibling.is_continued for sibling in siblings)
-        return is_last or node.is_parallel or bool(node.rewards)
+        return node.is_delivered or bool(node.rewards)
 
 
 def history_digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:

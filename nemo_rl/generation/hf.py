@@ -112,8 +112,10 @@ class HFGeneration(Generation):
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         refused = {r.request_id: cause for r in requests if (cause := self._refusal(r))}
-        for request_id, cause in refused.items():
-            yield FailedRequest(request_id, cause)
+        for request in requests:
+            if (cause := refused.get(request.request_id)) is not None:
+                is_too_long = len(request.token_ids) >= self._max_model_len
+                yield FailedRequest(request.request_id, cause, is_too_long=is_too_long)
         accepted = [request for request in requests if request.request_id not in refused]
         for start in range(0, len(accepted), self._max_batch_size):
             batch = Batch([self._make_row(request) for request in accepted[start : start + self._max_batch_size]])

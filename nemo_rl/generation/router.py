@@ -196,7 +196,9 @@ class ReplicatedGeneration:
                 async for result in results:
                     attempt = waiting.pop(result.request_id)
                     self._load_balancer.release(index)
-                    if isinstance(result, FailedRequest):  # a retry may succeed on another replica
+                    if (
+                        isinstance(result, FailedRequest) and not result.is_too_long
+                    ):  # a retry may succeed on another replica
                         self._load_balancer.forget(attempt.original.session_id)
                     call.results.put_nowait(replace(result, request_id=attempt.original.request_id))
             if waiting:

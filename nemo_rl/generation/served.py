@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from nemo_rl.data.messages import to_openai_message
-from nemo_rl.distributed.endpoint import Endpoint, EndpointError
+from nemo_rl.distributed.endpoint import ContextLengthExceeded, Endpoint, EndpointError
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.requests import as_completed, structured_outputs
 from nemo_rl.interfaces import Generation
@@ -63,7 +63,8 @@ class ServedGeneration(Generation):
             answer = await self._endpoint.post(self._path, body, num_tokens=estimated, caller_has_deadline=True)
             completion = self._parse_response(request, answer)
         except (EndpointError, MalformedResponse) as error:
-            return FailedRequest(request.request_id, str(error))
+            is_too_long = isinstance(error, ContextLengthExceeded)
+            return FailedRequest(request.request_id, str(error), is_too_long=is_too_long)
         self._endpoint.correct_token_estimate(_total_tokens(answer, estimated), estimated=estimated)
         return completion
 

@@ -65,6 +65,7 @@ async def open_gateway(
         max_concurrent_calls=CALLS_PER_RUN * max_concurrency,
         timeout_s=config.generation_timeout_s,
         answers_full_context=config.gateway.full_context == "length",
+        hides_unused_tools=config.gateway.tool_choice_none == "hidden",
         max_queued_calls=config.gateway.max_queued_calls,
         queue_timeout_s=config.gateway.queue_timeout_s,
         can_guide=config.policy.generation.CAN_GUIDE,

@@ -87,6 +87,7 @@ def test_impossible_request_fails_alone(engine_loop, engine, bad):
     results = engine_loop.run(answers(engine, [request("bad", **bad), request("good")]))
     assert isinstance(results["bad"], FailedRequest)
     assert results["bad"].cause
+    assert results["bad"].is_too_long == (len(bad.get("tokens", ())) > MAX_MODEL_LEN)
     assert isinstance(results["good"], Completion)
 
 

@@ -18,7 +18,7 @@ from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.messages import to_openai_tool_call
 from nemo_rl.gateway.calls import CallAnswer, CallDelta, CallRequest, StreamStart
 from nemo_rl.gateway.dialects.bodies import MAX_MESSAGES, MAX_TOOLS, Body, Content, make_format_guide, read_text
-from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, render_event
+from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, FindResponse, find_none, render_event
 from nemo_rl.gateway.dialects.openai import OpenAIRequest
 from nemo_rl.gateway.request_errors import RequestError, make_unsupported_error
 from nemo_rl.gateway.sessions import Echo
@@ -177,7 +177,7 @@ class ChatCompletions(Dialect):
     paths = ("/chat/completions",)
     needs_session = False
 
-    def parse(self, body: bytes, address: URL) -> CallRequest:
+    def parse(self, body: bytes, address: URL, find_response: FindResponse = find_none) -> CallRequest:
         return ChatRequest.from_json(body).to_call()
 
     def render(self, call: CallRequest, answer: CallAnswer, encoder: ChatEncoder) -> dict[str, Any]:

@@ -6,9 +6,9 @@ the file removes the API.
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic_core import to_json
 from yarl import URL
@@ -16,6 +16,7 @@ from yarl import URL
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.calls import CallAnswer, CallDelta, CallRequest, Delta, ReasoningDelta, StreamStart
 from nemo_rl.gateway.request_errors import RequestError
+from nemo_rl.types import Message
 
 DIALECTS = {  # module of this package -> class
     "chat_completions": "ChatCompletions",
@@ -23,6 +24,14 @@ DIALECTS = {  # module of this package -> class
     "responses": "Responses",
     "gemini": "Gemini",
 }
+
+
+FindResponse: TypeAlias = Callable[[str], Message | None]  # a response of the call's session by its id
+
+
+def find_none(response_id: str) -> Message | None:
+    """Find no response: the call has no session."""
+    return None
 
 
 class Dialect(ABC):
@@ -35,7 +44,7 @@ class Dialect(ABC):
     needs_session: bool = True  # False: echoed token ids may identify the chain
 
     @abstractmethod
-    def parse(self, body: bytes, address: URL) -> CallRequest:
+    def parse(self, body: bytes, address: URL, find_response: FindResponse = find_none) -> CallRequest:
         """Return the call that a request makes; raises RequestError that names the first wrong field."""
 
     def parse_count(self, body: bytes) -> CallRequest:

@@ -30,7 +30,7 @@ from nemo_rl.gateway.dialects.bodies import (
     names_of,
     sign,
 )
-from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, render_event
+from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, FindResponse, find_none, render_event
 from nemo_rl.gateway.request_errors import RequestError, make_missing_error, make_unsupported_error
 from nemo_rl.types import Guide, Message, Part, TextPart, ThinkingPart, ToolCall, ToolResult
 
@@ -343,7 +343,7 @@ class Gemini(Dialect):
     key_headers = ("X-Goog-API-Key",)
     key_parameters = ("key",)
 
-    def parse(self, body: bytes, address: URL) -> CallRequest:
+    def parse(self, body: bytes, address: URL, find_response: FindResponse = find_none) -> CallRequest:
         call = GenerateContentRequest.from_json(body).to_call()
         model, _, action = address.path.partition("/models/")[2].rpartition(":")
         stream = action == STREAM_ACTION

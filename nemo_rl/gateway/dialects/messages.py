@@ -32,7 +32,7 @@ from nemo_rl.gateway.dialects.bodies import (
     read_text,
     sign,
 )
-from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, render_event
+from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, FindResponse, find_none, render_event
 from nemo_rl.gateway.request_errors import RequestError, make_missing_error, make_unsupported_error
 from nemo_rl.types import Guide, Message, Part, TextPart, ThinkingPart, ToolCall, ToolResult
 
@@ -216,7 +216,7 @@ class Messages(Dialect):
     count_paths = ("/messages/count_tokens",)
     key_headers = ("X-API-Key",)
 
-    def parse(self, body: bytes, address: URL) -> CallRequest:
+    def parse(self, body: bytes, address: URL, find_response: FindResponse = find_none) -> CallRequest:
         parsed = MessagesRequest.from_json(body)
         if parsed.max_tokens is None:
             raise make_missing_error("max_tokens")

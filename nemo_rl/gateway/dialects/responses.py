@@ -1,9 +1,11 @@
 """OpenAI's Responses API: `/v1/responses`. https://platform.openai.com/docs/api-reference/responses
 
-A response's conversation is kept as long as its session, for `previous_response_id`. Built-in tools, stored prompts and
-conversations, and fields that would change the sampled text are refused with 400.
+A response is kept as long as its session, for `previous_response_id` and for `item_reference`, by which clients (the AI
+SDK by default) send items back. Built-in tools, stored prompts and conversations, and fields that would change the
+sampled text are refused with 400.
 """
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +15,7 @@ from pydantic import Field
 from yarl import URL
 
 from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.errors import escape
 from nemo_rl.gateway.calls import CallAnswer, CallDelta, CallRequest, StreamStart, TextDelta
 from nemo_rl.gateway.dialects.bodies import (
     MAX_MESSAGES,
@@ -25,7 +28,7 @@ from nemo_rl.gateway.dialects.bodies import (
     make_tool_type_error,
     read_text,
 )
-from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, render_event
+from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, FindResponse, find_none, render_event
 from nemo_rl.gateway.dialects.openai import OpenAIRequest
 from nemo_rl.gateway.request_errors import RequestError, make_missing_error, make_unsupported_error
 from nemo_rl.types import Message, Part, Role, TextPart, ThinkingPart, ToolCall, ToolResult
@@ -33,12 +36,16 @@ from nemo_rl.types import Message, Part, Role, TextPart, ThinkingPart, ToolCall,
 IGNORED_FIELDS = frozenset({"metadata", "store", "user", "service_tier", "prompt_cache_key", "safety_identifier"})
 IGNORED_FIELDS |= {"include", "prompt_cache_retention"}  # not logged: they change nothing here
 FORMAT_FIELD = "text.format"
+ID_PREFIX = "resp_"
+ITEM_ID = re.compile(r"(?P<kind>rs|msg|fc)_(?P<response>[0-9a-f]+)(?:_(?P<index>[0-9]{1,4}))?")
+ITEM_KINDS: Mapping[str, type[Part]] = {"rs": ThinkingPart, "msg": TextPart, "fc": ToolCall}
 
 
 class Item(Body):
-    """An item: a message, the assistant's reasoning, a call, or the output of a call."""
+    """An item: a message, the assistant's reasoning, a call, the output of one, or a reference to an earlier item."""
 
     type: str = "message"
+    id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     summary: list[TextBlock] | None = None  # summary of reasoning; read if there is no content
@@ -48,8 +55,10 @@ class Item(Body):
     arguments: str | None = None
     output: Content | None = None
 
-    def read(self, where: str) -> tuple[Role, tuple[Part, ...]]:
+    def read(self, where: str, find_response: FindResponse) -> tuple[Role, tuple[Part, ...]]:
         """Return the role and the parts of the item; raises RequestError for an unsupported type or content."""
+        if self.type == "item_reference":
+            return "assistant", find_item(self._required("id", where), find_response, f"{where}.id")
         if self.type == "reasoning":
             return "assistant", self._thinking()
         if self.type == "function_call":
@@ -70,6 +79,11 @@ class Item(Body):
         role: Role = "system" if self._required("role", where) in ("system", "developer") else "user"
         return role, read_text(self.content, f"{where}.content")
 
+    @property
+    def begins_response(self) -> bool:
+        """Return whether it is thinking, the first item of a response."""
+        return self.type == "reasoning" or (self.type == "item_reference" and (self.id or "").startswith("rs_"))
+
     def _thinking(self) -> tuple[ThinkingPart, ...]:
         """Return the thinking of a reasoning item, empty for encrypted reasoning."""
         blocks = self.content if isinstance(self.content, list) and self.content else self.summary or ()
@@ -81,6 +95,29 @@ class Item(Body):
         if value is None:
             raise make_missing_error(f"{where}.{name}")
         return str(value)
+
+
+def find_item(item_id: str, find_response: FindResponse, where: str) -> tuple[Part, ...]:
+    """Return the parts of an earlier response that an item stands for; raises RequestError for an unknown item.
+
+    The ids are those of `make_item_id`. The first text of a response stands for all of it, further ones, into which a
+    stream may have cut it, for nothing.
+    """
+    found = ITEM_ID.fullmatch(item_id)
+    message = None if found is None else find_response(f"{ID_PREFIX}{found['response']}")
+    if found is not None and message is not None:
+        kind, index = found["kind"], int(found["index"] or 0)
+        parts = tuple(part for part in message.parts if isinstance(part, ITEM_KINDS[kind]))
+        if kind != "fc" or index < len(parts):
+            return parts[index : index + 1]
+    text = f"{where}: no item {escape(item_id, 80)!r} in this session"
+    raise RequestError(404, text, param=where, code="item_not_found")
+
+
+def make_item_id(kind: str, response_id: str, index: int) -> str:
+    """Return the id of a response's item by its kind and its index among those; a first text's has no index."""
+    suffix = f"_{index}" if kind == "fc" or index else ""
+    return f"{kind}_{response_id.removeprefix(ID_PREFIX)}{suffix}"
 
 
 class FlatTool(Body):
@@ -147,18 +184,18 @@ class ResponsesRequest(OpenAIRequest):
     truncation: Literal["auto", "disabled"] | None = None
     text: TextOptions | None = None
 
-    def to_call(self) -> CallRequest:
+    def to_call(self, find_response: FindResponse) -> CallRequest:
         """Return the neutral call; raises RequestError for unsupported fields."""
         tools = read_flat_tools(self.tools or ())
         form = None if self.text is None else self.text.format
         guide = None if form is None else make_format_guide(form.type, form.schema_, f"{FORMAT_FIELD}.schema")
         instructions = () if self.instructions is None else (Message("system", self.instructions),)
-        messages = (*instructions, *_to_messages(self.input))
+        messages = (*instructions, *_to_messages(self.input, find_response))
         call = self.make_call(messages, tools, by_format=guide, format_field=FORMAT_FIELD, ignored=IGNORED_FIELDS)
         return replace(
             call,
             max_tokens=self.max_output_tokens,
-            id_prefix="resp_",
+            id_prefix=ID_PREFIX,
             previous_id=self.previous_response_id,
             is_kept=True,
             num_instructions=len(instructions),
@@ -182,13 +219,15 @@ class ResponsesRequest(OpenAIRequest):
         }
 
 
-def _to_messages(items: str | list[Item]) -> tuple[Message, ...]:
+def _to_messages(items: str | list[Item], find_response: FindResponse) -> tuple[Message, ...]:
     """Return items as messages; the assistant's items of one response are one message."""
     if isinstance(items, str):
         return (Message("user", items),)
     turns = Turns()
     for i, item in enumerate(items):
-        turns.add(*item.read(f"input.{i}"), begins=item.type == "reasoning")  # the first item of a response
+        turns.add(
+            *item.read(f"input.{i}", find_response), begins=item.type == "reasoning"
+        )  # the first item of a response
     return turns.messages()
 
 
@@ -201,17 +240,18 @@ class Responses(Dialect):
 
     paths = ("/responses",)
 
-    def parse(self, body: bytes, address: URL) -> CallRequest:
-        return ResponsesRequest.from_json(body).to_call()
+    def parse(self, body: bytes, address: URL, find_response: FindResponse = find_none) -> CallRequest:
+        return ResponsesRequest.from_json(body).to_call(find_response)
 
     def render(self, call: CallRequest, answer: CallAnswer, encoder: ChatEncoder) -> dict[str, Any]:
         """Return a `response` object."""
-        response, unique = answer.response, answer.completion_id.removeprefix(call.id_prefix)
-        output = [_write_item(f"rs_{unique}", ThinkingPart(response.reasoning))] if response.reasoning else []
+        response, made_id = answer.response, answer.completion_id
+        thinking = ThinkingPart(response.reasoning or "")
+        output = [_write_item(make_item_id("rs", made_id, 0), thinking)] if response.reasoning else []
         if response.message.content or not response.message.tool_calls:
-            output.append(_write_item(f"msg_{unique}", TextPart(response.message.content)))
+            output.append(_write_item(make_item_id("msg", made_id, 0), TextPart(response.message.content)))
         for i, each in enumerate(response.message.tool_calls):
-            output.append(_write_call(f"fc_{unique}_{i}", each, call.echoed["tools"]))
+            output.append(_write_call(make_item_id("fc", made_id, i), each, call.echoed["tools"]))
         return _finished(_head(call, answer.completion_id, answer.model), answer, output)
 
     def open_stream(self, call: CallRequest) -> "ItemStream":
@@ -272,8 +312,9 @@ class ItemStream(EventStream):
         failure = {"code": "server_error", "message": str(error)}
         return self._event("response.failed", response={**self._head, "status": "failed", "error": failure})
 
-    def _new_id(self, prefix: str) -> str:
-        return f"{prefix}_{self._head['id'].removeprefix(self._call.id_prefix)}_{len(self._output)}"
+    def _new_id(self, kind: str) -> str:
+        index = sum(item["id"].startswith(f"{kind}_") for item in self._output)
+        return make_item_id(kind, self._head["id"], index)
 
     def _item_event(self, what: str, item: dict[str, Any]) -> bytes:
         return self._event(f"response.output_item.{what}", output_index=len(self._output) - 1, item=item)

@@ -75,6 +75,7 @@ class VllmGeneration:
         self._dead_error_type = EngineDeadError
         self._cached_params = functools.lru_cache(self._make_params)
         self._vocab_size: int = engine.vllm_config.model_config.get_vocab_size()
+        self._max_model_len: int = engine.vllm_config.model_config.max_model_len
         self._weight_version = 0
         self._num_running = 0
         self._paused_engine = False
@@ -129,7 +130,8 @@ class VllmGeneration:
         except self._dead_error_type as error:
             raise _engine_dead_error() from error
         except self._refusal_errors as error:
-            return FailedRequest(request.request_id, one_line(error))
+            is_too_long = len(request.token_ids) >= self._max_model_len
+            return FailedRequest(request.request_id, one_line(error), is_too_long=is_too_long)
         finally:
             self._num_running -= 1
         return to_completion(request.request_id, output, version)

@@ -24,6 +24,7 @@ from tests.unit.gateway.engines import DEADLINE_S, TOOL, SpeakingGeneration, tex
 NAME = "qwen3"
 PARTS = {"t": "<think>plan it</think>\n\n", "x": "Some täxt 漢. ", "h": "An endless story goes on and on"}
 MODES = ("chat", "chat stream", "messages", "messages stream", "responses", "responses stream", "previous")
+MODES += ("references", "references stream")  # of Responses: a response's items are sent back by their ids
 if find_spec("nemo_rl.gateway.dialects.gemini"):
     # the stream's calls and results are sent back without ids, in the pieces of the stream
     MODES += ("gemini", "gemini stream")
@@ -209,7 +210,8 @@ class Agent:
             fields["previous_response_id"], start = self.answered[-1]
         fields |= {"instructions": self.system} if self.system else {}
         fields |= {"max_output_tokens": max_tokens} if max_tokens else {}
-        return openai.responses, {**fields, "input": self._flat(responses_turn, start)}
+        render = reference_turn if self.mode.startswith("references") else responses_turn
+        return openai.responses, {**fields, "input": self._flat(render, start)}
 
     def _gemini_request(self, max_tokens: int | None) -> dict[str, Any]:
         system = {"systemInstruction": {"parts": [{"text": self.system}]}} if self.system else {}
@@ -353,3 +355,9 @@ def responses_turn(role: str, turn: Any) -> list[Any]:
     if role == "tool":
         return [{"type": "function_call_output", "call_id": call_id, "output": text} for call_id, text in turn]
     return turn if role == "assistant" else [{"role": role, "content": turn}]
+
+
+def reference_turn(role: str, turn: Any) -> list[Any]:
+    if role != "assistant":
+        return responses_turn(role, turn)
+    return [{"type": "item_reference", "id": item["id"]} for item in turn]

@@ -6,6 +6,7 @@ import logging
 import random
 import weakref
 from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from nemo_rl.gateway.dialects.chat_completions import ChatCompletions, ChatReque
 from nemo_rl.gateway.dialects.responses import Responses
 from nemo_rl.gateway.live_sessions import LiveSession, SessionRegistry
 from nemo_rl.gateway.request_errors import RequestError
-from nemo_rl.gateway.sessions import Chain
-from nemo_rl.types import GenerationRequest
+from nemo_rl.gateway.sessions import CallFailureKind, Chain
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 from tests.fakes.generation import FakeGeneration, draws_of
 from tests.unit.gateway.engines import (
     ADDRESS,
@@ -85,6 +86,35 @@ def test_a_conversation_without_room_is_refused():
     assert "21 tokens in a context length of 21 tokens" in str(error)
 
 
+@pytest.mark.parametrize("full", ["error", "length"])
+def test_a_prompt_that_is_too_long_for_the_engine_alone_is_no_fault_of_the_engine(full: str) -> None:
+    """A status of 500 would be sent again."""
+
+    class ShortEngine(FakeGeneration):
+        async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
+            for each in requests:
+                yield FailedRequest(each.request_id, "the engine takes 16 tokens", is_too_long=True)
+
+    async def main() -> tuple[RequestError | CallAnswer, LiveSession]:
+        changes = rules(answers_full_context=full == "length")
+        handler, live = CompletionHandler(ShortEngine(), codec_of("chatml"), changes), live_session()
+        try:
+            return await handler.complete_in_session(request(), live), live
+        except RequestError as error:
+            return error, live
+
+    answer, live = asyncio.run(main())
+    assert live.session.last_failure is not None
+    assert live.session.last_failure.kind is CallFailureKind.CONTEXT_LENGTH
+    if full == "length":
+        assert isinstance(answer, CallAnswer)
+        assert answer.is_truncated
+    else:
+        assert isinstance(answer, RequestError)
+        assert (answer.status, answer.code) == (400, "context_length_exceeded")
+        assert "21 tokens exceed the engine's context length: the engine takes 16 tokens" in str(answer)
+
+
 @pytest.mark.parametrize("truncation", ["auto", "disabled"])
 @pytest.mark.parametrize("text", ["hi", "hi" * 1000])
 def test_truncation_auto_is_accepted_and_drops_nothing(truncation: str, text: str) -> None:
@@ -117,7 +147,7 @@ def test_with_full_context_length_a_conversation_without_room_ends_and_its_chain
     assert live.session.last_failure is not None
 
 
-def test_answers_sampled_at_once_are_all_kept_and_a_later_retry_replaces_only_the_last():
+def test_equal_requests_are_all_kept_whether_or_not_they_overlap():
     async def main() -> list[tuple[Chain, ...]]:
         gate = asyncio.Event()
 
@@ -136,7 +166,7 @@ def test_answers_sampled_at_once_are_all_kept_and_a_later_retry_replaces_only_th
             await handler.complete_in_session(request(), in_turn)
         return [at_once.session.chains(), in_turn.session.chains()]
 
-    assert [len(chains) for chains in asyncio.run(main())] == [3, 1]
+    assert [len(chains) for chains in asyncio.run(main())] == [3, 3]
 
 
 def test_the_answer_names_the_model_that_was_asked_for():

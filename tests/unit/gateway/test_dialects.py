@@ -85,6 +85,32 @@ def test_an_unknown_previous_response_is_named():
     serve(speaking(), use)
 
 
+@pytest.mark.parametrize("item_id", ["msg_0", "rs_x", "fc_RESPONSE_1", "msg_RESPONSE_99999", "résumé"])
+def test_a_reference_to_an_item_that_is_none_is_named(item_id: str) -> None:
+    async def use(server: GatewayServer) -> None:
+        async with client_of(server.session_url(server.open_session())) as client:
+            done = await client.responses.create(model="m", input="hi")
+            wrong = item_id.replace("RESPONSE", done.id.removeprefix("resp_"))
+            items: Any = [HI, {"type": "item_reference", "id": wrong}, HI]
+            with pytest.raises(openai.NotFoundError) as error:
+                await client.responses.create(model="m", input=items)
+            assert (error.value.param, error.value.code) == ("input.1.id", "item_not_found")
+
+    serve(speaking(), use)
+
+
+def test_a_reference_to_an_item_of_another_session_is_unknown() -> None:
+    async def use(server: GatewayServer) -> None:
+        async with client_of(server.session_url(server.open_session())) as client:
+            done = await client.responses.create(model="m", input="hi")
+        items: Any = [HI, {"type": "item_reference", "id": done.output[0].id}, HI]
+        async with client_of(server.session_url(server.open_session())) as client:
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.create(model="m", input=items)
+
+    serve(speaking(), use)
+
+
 def test_tokens_are_counted_as_the_call_would_have_them():
     async def use(server: GatewayServer) -> None:
         async with anthropic_client(f"{server.base_url}/sessions/{server.open_session()}") as client:
@@ -305,17 +331,20 @@ def test_an_end_that_may_begin_a_marker_is_not_safe(text, length):
     assert safe_length(text, ("<tool_call>",)) == length
 
 
-def test_tools_are_rendered_alike_whatever_the_choice():
+@pytest.mark.parametrize("hides", [False, True])
+def test_tools_are_rendered_alike_whatever_the_choice_unless_they_are_hidden(hides: bool) -> None:
     async def use(server: GatewayServer) -> None:
         async with client_of(server.session_url(server.open_session())) as client:
             tools: Any = [TOOL]
             for choice in ("auto", "none"):
                 await client.chat.completions.create(model="m", messages=[HI], tools=tools, tool_choice=choice)
-        first, second = generation.requests
-        assert first.token_ids == second.token_ids
+            await client.chat.completions.create(model="m", messages=[HI])
+        with_tools, without_choice, without_tools = (request.token_ids for request in generation.requests)
+        assert (with_tools == without_choice) == (not hides)
+        assert (without_choice == without_tools) == hides
 
     generation = speaking()
-    serve(generation, use)
+    serve(generation, use, hides_unused_tools=hides)
 
 
 @pytest.mark.parametrize("stream", [False, True])

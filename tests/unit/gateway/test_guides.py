@@ -185,7 +185,7 @@ def test_a_demand_for_a_call_is_refused_or_left_to_the_policy(path: str, tools: 
         first, second = generation.requests
         assert first.token_ids == second.token_ids
         assert first.sampling == second.sampling
-        assert masks(server, session) == [[False, True]]
+        assert masks(server, session) == [[False, True]] * 2
 
     use(refused)
     use(left, forced_tool_choice="auto")

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientError, ClientSession, web
 from openai import AsyncOpenAI
 
 from nemo_rl.errors import ConfigError
@@ -280,6 +280,20 @@ def test_rewards_are_finite_numbers(body):
     serve(FakeGeneration(), use)
 
 
+def test_rewards_come_by_uni_agents_name_too():
+    async def use(server: GatewayServer) -> None:
+        session_id = server.open_session()
+        path = f"/sessions/{session_id}/reward_info"
+        assert (await call_of(server, "POST", path, json={"reward_info": {"score": 1, "format": 0.5}}))[0] == 200
+        status, body = await call_of(server, "POST", path, json={"reward_info": {"label": "right"}})
+        assert (status, body["error"]["param"]) == (400, "reward_info.label")
+        assert (await call_of(server, "POST", path, json={"reward_info": {}, "reward": 1}))[0] == 400
+        assert (await call_of(server, "POST", path, json={"reward_info": {"score": 0}}, key=session_id))[0] == 401
+        assert (await call_of(server, "GET", f"/sessions/{session_id}"))[1]["rewards"] == {"score": 1.0, "format": 0.5}
+
+    serve(FakeGeneration(), use)
+
+
 def test_rewards_go_to_the_run_or_to_one_call():
     async def use(server: GatewayServer) -> None:
         session_id = server.open_session()
@@ -315,6 +329,38 @@ def test_a_client_that_goes_away_cancels_its_generation_and_leaves_no_trace():
         assert (await call_of(server, "GET", f"/sessions/{session_id}"))[1]["num_calls"] == 0
 
     serve(generation, use)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_client_is_gone_when_it_is_sent_is_not_trained(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(server: GatewayServer) -> None:
+        session_id = server.open_session()
+        path = f"/sessions/{session_id}/v1/chat/completions"
+
+        def cut(self: Any, *arguments: Any) -> Any:
+            assert server._runner is not None
+            assert server._runner.server is not None
+            for connection in server._runner.server.connections:
+                assert connection.transport is not None
+                connection.transport.abort()
+            return b"" if stream else {}
+
+        with monkeypatch.context() as patched:
+            if stream:
+                patched.setattr("nemo_rl.gateway.dialects.chat_completions.ChunkStream.render_end", cut)
+            else:
+                patched.setattr("nemo_rl.gateway.dialects.chat_completions.ChatCompletions.render", cut)
+            with pytest.raises((ClientError, ConnectionError)):
+                await call_of(server, "POST", path, json={"messages": [HI], "stream": stream})
+        live = server._sessions.get(session_id)
+        assert live.session.num_calls == 1
+        await eventually(lambda: live.session.chains() == ())
+        await call_of(server, "POST", path, json={"messages": [HI]})
+        assert len(live.session.chains()) == 1
+
+    serve(SpeakingGeneration("qwen3", lambda request, prompt: "ABC"), use)
 
 
 def test_closing_a_session_ends_its_calls_with_409():

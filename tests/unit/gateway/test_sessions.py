@@ -218,28 +218,40 @@ def test_a_template_that_cannot_go_on_begins_a_new_chain():
     assert all(text in words(agent, agent.prompts[2]) for text in ("hi", "hello", "one", "a", "two"))
 
 
-def test_a_retried_call_replaces_the_one_that_nobody_went_on_with():
+def test_an_answer_that_did_not_reach_its_client_is_left_out():
     agent = agent_of(HI)
-    agent.ask("lost on the way")
+    agent.ask("lost on the way", id="lost")
+    agent.session.mark_undelivered("lost")
     agent.messages += [agent.ask("arrived"), Message("user", "one")]
     agent.ask("good")
     assert agent.prompts[0] == agent.prompts[1]
     assert [said_in(chain) for chain in agent.session.chains()] == [["arrived", "good"]]
 
 
-def test_the_last_retry_is_kept_where_none_is_continued():
+def test_an_answer_that_is_continued_or_rewarded_was_received_after_all():
     agent = agent_of(HI)
-    agent.ask("first")
-    agent.ask("second")
-    assert [said_in(chain) for chain in agent.session.chains()] == [["second"]]
+    agent.messages += [agent.ask("a", id="a"), Message("user", "one")]
+    agent.session.mark_undelivered("a")
+    agent.ask("b", id="b")
+    agent.session.mark_undelivered("b")
+    assert agent.session.chains() == ()
+    agent.session.reward({"judge": 1.0}, completion_id="b")
+    assert [said_in(chain) for chain in agent.session.chains()] == [["a", "b"]]
 
 
-def test_best_of_n_goes_on_with_the_answer_that_was_chosen():
+def test_equal_requests_one_after_another_are_all_kept():
+    agent = agent_of(HI)
+    for text in ("first", "second", "second"):
+        agent.ask(text)
+    assert [said_in(chain) for chain in agent.session.chains()] == [["first"], ["second"], ["second"]]
+
+
+def test_best_of_n_keeps_the_answers_that_were_not_chosen():
     agent = agent_of(HI)
     chosen = [agent.ask(text) for text in ("a", "b", "c")][1]
     agent.messages += [chosen, Message("user", "one")]
     agent.ask("good")
-    assert [said_in(chain) for chain in agent.session.chains()] == [["b", "good"]]
+    assert [said_in(chain) for chain in agent.session.chains()] == [["a"], ["c"], ["b", "good"]]
 
 
 def test_siblings_that_are_both_continued_are_both_kept():

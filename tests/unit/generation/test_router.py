@@ -163,6 +163,23 @@ def test_a_refused_request_is_no_death_and_its_session_is_placed_anew():
     assert sum(isinstance(result, Completion) for result in again.values()) == 1
 
 
+def test_a_prompt_that_no_engine_takes_leaves_its_session_where_it_is():
+    class Short(FakeGeneration):
+        async def generate(self, requests):
+            self.requests += requests
+            for each in requests:
+                yield FailedRequest(each.request_id, "too long", is_too_long=True)
+
+    async def main():
+        engines = [Short(), Short()]
+        router = ReplicatedGeneration(engines)
+        for name in "abcd":
+            await answers(router, [asked(name, "s")])
+        return sorted(len(engine.requests) for engine in engines)
+
+    assert run(main()) == [0, 4]
+
+
 def test_other_errors_reach_the_caller():
     class Broken(FakeGeneration):
         async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:

@@ -111,6 +111,7 @@ def test_calls_that_a_server_took_out_of_the_text_are_put_back() -> None:
     ("api", "body", "status", "cause"),
     [
         ("completions", {"error": "too long"}, 400, "400 .*too long"),
+        ("completions", {"error": "maximum context length is 8"}, 400, "400 .*maximum context length"),
         ("completions", {"error": "busy"}, 503, "503 .*after 2 attempts"),
         ("completions", {"choices": []}, 200, "gave no choice"),
         ("completions", {"choices": [{"text": "x", "finish_reason": "stop"}]}, 200, "gave no token_ids"),
@@ -125,6 +126,7 @@ def test_what_a_server_refuses_or_garbles_fails_its_request_with_the_cause(
     (result,) = answered(always(body, status), [asked], api).values()
     assert isinstance(result, FailedRequest)
     assert re.search(cause, result.cause), result.cause
+    assert result.is_too_long == ("context length" in cause)
 
 
 def test_a_servers_weights_are_its_own() -> None:
