@@ -6,7 +6,7 @@ Steps of translation.py, which run on a resolved recipe in place; single keys ar
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nemo_rl.compat.tables import Cause, Report, find_models
+from nemo_rl.compat.tables import Cause, Report, find_named_models
 from nemo_rl.config.recipe_files import at
 from nemo_rl.errors import ConfigError
 
@@ -22,6 +22,9 @@ TUNING = Cause("speed", "sizes of buffers and reports of the single controller; 
 BOUND = Cause("speed", "the age bound of grpo.async_grpo holds for late groups too")
 VARIABLE = Cause("speed", "a variable of the recipe, which its other keys have read")
 UNREAD = Cause("speed", "data.train names the dataset")
+FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+ADAM_KWARGS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "foreach", "fused")
+FLOAT32 = Cause("speed", "torch's AdamW, fused, on float32 weights and state")
 HEADS = Cause("speed", "heads for further tokens are not trained; detached, they do not change the policy")
 RANKS = Cause("layout", "a reward model is whole on each GPU of reward_model")
 VALIDATED = ("grpo", "distillation", "sft", "dpo")
@@ -144,8 +147,9 @@ def translate_gym_options(config: dict[str, Any], report: Report) -> None:
 
 
 def translate_models(config: dict[str, Any], report: Report) -> None:
-    """Rename a packing algorithm, and leave out heads for further tokens that are detached or without a loss."""
-    for model in find_models(config):
+    """Rename a packing algorithm and TransformerEngine's Adam; leave out heads for further tokens without effect."""
+    for key, model in find_named_models(config):
+        _rename_fused_adam(f"{key}.optimizer", model.get("optimizer"), report)
         packing, megatron = model.get("sequence_packing"), model.get("megatron_cfg")
         if isinstance(packing, dict) and packing.get("algorithm") == "modified_ffd":
             packing["algorithm"] = "modified_first_fit_decreasing"
@@ -153,6 +157,18 @@ def translate_models(config: dict[str, Any], report: Report) -> None:
             continue
         if megatron.get("mtp_detach_heads") or megatron.get("mtp_loss_scaling_factor") == 0:
             report.skip("megatron_cfg.mtp_num_layers", megatron.pop("mtp_num_layers"), HEADS)
+
+
+def _rename_fused_adam(key: str, optimizer: Any, report: Report) -> None:
+    """Write TransformerEngine's Adam as torch's, which takes the same steps in float32."""
+    if not isinstance(optimizer, dict) or optimizer.get("name") != FUSED_ADAM or report.release is None:
+        return
+    kwargs = optimizer["kwargs"] if isinstance(optimizer.get("kwargs"), dict) else {}
+    for name in [name for name in kwargs if name not in ADAM_KWARGS]:
+        report.skip(f"{key}.kwargs.{name}", kwargs.pop(name), FLOAT32)
+    optimizer["name"] = "torch.optim.AdamW"
+    optimizer["kwargs"] = {"lr": 1e-3, "weight_decay": 0.0} | kwargs  # where torch's defaults are others
+    report.skip(f"{key}.name", FUSED_ADAM, FLOAT32)
 
 
 def translate_variables(config: dict[str, Any], report: Report) -> None:

@@ -176,7 +176,7 @@ INERT = (
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "*.expert_*parallel_size": (1,), "*.context_parallel_size": (1,), "*.pipeline_parallel_size": (1,),
     "*.dp_replicate_size": (1,), "*.kv_cache_dtype": ("auto",), "*.logprobs_mode": ("processed_logprobs",),
-    "*.microbatch_order": ("packer",), "*.load_format": ("auto",), "*.optimizer.params_dtype": ("float32",),
+    "*.microbatch_order": ("packer",), "*.load_format": ("auto", "dummy"), "*.optimizer.params_dtype": ("float32",),
     "*.main_*_dtype": ("float32", "fp32"), "*.exp_avg*_dtype": ("float32", "fp32"), "*.attention_backend": ("auto",),
     "*.weight_decay_incr_style": ("constant",), "dpo.preference_loss": ("dpo",), "grpo.algorithm": ("grpo",),
     "*.checkpointing.model_save_format": ("safetensors",), "*.lora_cfg.dropout": (0, 0.0), "*.min_p": (0,),
@@ -283,7 +283,8 @@ class Meaning:
     def is_told(self, key: str) -> bool:
         """Return whether a note names the key, or a section that holds it."""
         parts = key.split(".")
-        names = (".".join(parts[:n]) for n in range(2, len(parts) + 1))
+        names = [".".join(parts[:n]) for n in range(2, len(parts) + 1)]
+        names += ["data.train"] if key.startswith("data.") else []  # a flat section is one dataset
         switches = (".".join((*parts[:n], "enabled")) for n in range(1, len(parts)))  # of a section that is left out
         return any(re.search(rf"\b{re.escape(name)}\b(?!\.\w)", self.told) for name in (*names, *switches))
 
@@ -409,6 +410,12 @@ def _sampler(meaning: Meaning, value: Any) -> bool:
     return (ours["enabled"], ours["max_trajectory_age_steps"], ours["stale_groups"]) == (True, bound, stale)
 
 
+def _truncation(meaning: Meaning, value: Any) -> bool:
+    """A truncation without a bound truncates nothing."""
+    unbounded = value == "tis" and not at(meaning.theirs, "loss_fn.truncated_importance_sampling_ratio")
+    return at(meaning.ours, "loss_fn.truncated_importance_sampling_type") == (None if unbounded else value)
+
+
 def _constant_decay(meaning: Meaning, value: Any) -> bool:
     return value == at(meaning.theirs, "policy.megatron_cfg.optimizer.weight_decay")
 
@@ -482,6 +489,7 @@ SPECIAL: dict[str, Callable[[Meaning, Any], bool]] = {
     "eval.save_path": lambda meaning, value: value in (None, at(meaning.ours, "eval.output_dir")),
     "generation.backend": lambda meaning, value: value == at(meaning.ours, "server.backend"),
     "async_rl.sampler": _sampler,
+    "loss_fn.truncated_importance_sampling_type": _truncation,
     **{f"{section}.env_vars": _env_vars for section in ENV_VARS},
     **{f"data.{name}": _flat(name) for name in FLAT},
     "data.problem_key": _flat("input_key"),

@@ -92,7 +92,8 @@ def measure(root: Path, *, verbose: bool) -> int:  # a table of counts, filled i
 def _problems(path: Path, family: str, *, allow_unsupported: bool) -> tuple[list[ConfigError], list[ConfigError]]:
     """Return what stops a recipe from loading, and if nothing does, what stops its dry run."""
     try:
-        config = LOADERS[family](path, (), allow_unsupported=allow_unsupported)
+        on_gpus = ("++policy.device=cuda",) if family in ("grpo", "distillation") else ()
+        config = LOADERS[family](path, on_gpus, allow_unsupported=allow_unsupported)
     except ConfigError as error:
         return list(flatten_config_errors([error])), []
     try:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_rl.config import loading
 from nemo_rl.launch.reward_model_training import train_reward_model
@@ -126,3 +128,28 @@ def test_two_steps_equal_those_of_the_recipe_in_our_terms(name: str, fresh: Path
     assert all({"train/loss", "train/grad_norm"} <= values.keys() for values in theirs.values())
     written = [*arguments, *data_overrides(family, rows), f"++logger.log_dir={tmp_path / 'ours'}"]
     assert train(OWN / path.name, family, written) == theirs
+
+
+def test_experts_of_a_megatron_recipe_train_by_fsdp2_with_frozen_routers(
+    fresh: Path, rows: Path, tmp_path: Path
+) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(fresh), tmp_path / "experts"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4}
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **tokens, num_experts_per_tok=2)).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    arguments = [*overrides("sft", model, rows), *data_overrides("sft", rows), f"++logger.log_dir={tmp_path}"]
+    arguments += ["checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
+    megatron = "{enabled: true, expert_model_parallel_size: 2, freeze_moe_router: true, optimizer: {lr: 0.01}}"
+    arguments += [f"checkpointing.checkpoint_dir={tmp_path / 'saved'}", f"++policy.megatron_cfg={megatron}"]
+    config = loading.load_sft_config(DIRECTORY / "main" / "sft.yaml", arguments, allow_unsupported=True)
+    asyncio.run(run_supervised(config, "a test"))
+    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "step_2" / "policy" / "weights").state_dict()
+    changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    routers = {name for name in before if name.endswith(".mlp.gate.weight")}
+    assert len(routers) == 2
+    assert not changed & routers
+    assert any(".mlp.experts." in name for name in changed)

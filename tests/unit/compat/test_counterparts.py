@@ -177,3 +177,18 @@ def test_variables_of_a_recipe_are_left_out_of_its_sections() -> None:
     own = {"model_dir": "/models"}
     counterparts.translate_variables(own, Report())
     assert own == {"model_dir": "/models"}  # a mistake in a recipe of this project
+
+
+def test_transformer_engines_adam_is_torchs_with_its_own_defaults() -> None:
+    kwargs = {"lr": 1e-6, "weight_decay": 0.1, "master_weights": True, "exp_avg_dtype": "torch.bfloat16"}
+    config: dict[str, Any] = {
+        "policy": {"optimizer": {"name": counterparts.FUSED_ADAM, "kwargs": kwargs}},
+        "teacher": {},
+    }
+    notes = report()
+    counterparts.translate_models(config, notes)
+    assert config["policy"]["optimizer"] == {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-6, "weight_decay": 0.1}}
+    assert "policy.optimizer.kwargs.exp_avg_dtype = 'torch.bfloat16'" in str(notes.switches)
+    bare = {"policy": {"optimizer": {"name": counterparts.FUSED_ADAM}}}
+    counterparts.translate_models(bare, report())
+    assert bare["policy"]["optimizer"]["kwargs"] == {"lr": 1e-3, "weight_decay": 0.0}

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.compat import data_sections, environment_sections, megatron_models
 from nemo_rl.compat.tables import Report
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
+from nemo_rl.policy.hf_model import freeze_parameters
 from nemo_rl.policy.megatron.optimizer_keys import to_torch_config
-from tests.unit.policy.tiny import learning_rates
+from tests.unit.policy.tiny import SIZES, learning_rates
 
 
 def report(*, allow: bool = False) -> Report:
@@ -179,3 +182,15 @@ def test_the_schedule_of_a_switched_model_is_megatrons(style: str, warmup: int) 
         {"model_name": "m"} | {k: config["policy"][k] for k in ("optimizer", "scheduler")}
     )
     assert learning_rates(ours, 14) == pytest.approx(learning_rates(theirs, 14), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_the_patterns_of_routers_fit_one_weight_of_each_layer(name: str) -> None:
+    sizes = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+    config = AutoConfig.for_model(name, **SIZES, **sizes, topk_group=1, first_k_dense_replace=0, head_dim=8)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    freeze_parameters(model, megatron_models.ROUTERS, key="k")
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert [name.split(".")[:3] for name in frozen] == [["model", "layers", str(i)] for i in range(2)]
+    assert all(model.get_parameter(name).shape == (4, SIZES["hidden_size"]) for name in frozen)
