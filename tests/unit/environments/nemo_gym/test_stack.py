@@ -29,7 +29,8 @@ def section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ne
     python = fake_environment(tmp_path / "environment")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    Path("own.yaml").write_text("policy_model: {}")
+    model = "{entrypoint: app.py, return_token_id_information: false}"
+    Path("own.yaml").write_text(f"policy_model: {{responses_api_models: {{mine: {model}}}}}")
 
     def make(mode: str, **settings: Any) -> NemoGymConfig:
         values = {"config_paths": ["own.yaml"], "python": str(python), "overrides": {"mode": mode}, **settings}
@@ -76,6 +77,7 @@ def test_a_started_stack_answers_and_leaves_nothing(section: Any, tmp_path: Path
     written = OmegaConf.load(tmp_path / "nemo_gym" / "env.yaml")
     assert list(written.policy_base_url) == ["http://a/v1", "http://b/v1"]
     assert (written.policy_api_key, written.policy_model_name, written.mode) == ("k", "policy", "serves")
+    assert written.policy_model.responses_api_models.mine.return_token_id_information is True
     assert list(written.config_paths) == [str(tmp_path / "here" / "own.yaml")]
     assert (written.port_range_low, written.port_range_high) == (10_001, 20_000)
     assert "stand-in" in (tmp_path / "nemo_gym" / "gym.log").read_text()
