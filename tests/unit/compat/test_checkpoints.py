@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl import cli
 from nemo_rl.command_line import ExitCode
+from nemo_rl.compat.checkpoint_tensors import _join
 from nemo_rl.compat.checkpoints import convert
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.policy.megatron.mapping import iter_model_weights
@@ -159,6 +160,21 @@ def test_damaged_descriptions_are_refused(edit: Any, problem: str, step: Path, t
     with pytest.raises(CheckpointError, match=problem):
         convert(step, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ([((0, 0), torch.ones(1, 2))], "hold 2 of 4 values"),
+        ([((0, 0), torch.ones(2, 2)), ((1, 0), torch.ones(1, 2))], "hold 6 of 4 values"),
+        ([((1, 0), torch.ones(2, 2))], "does not fit"),
+        ([((-1, 0), torch.ones(1, 2))], "does not fit"),
+        ([((0, 0), torch.ones(1, 2)), ((1, 0), torch.ones(1, 2, dtype=torch.bfloat16))], "does not fit"),
+    ],
+)
+def test_shards_cover_a_tensor_once(parts: list[Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        _join((2, 2), iter(parts))
 
 
 def test_pickled_code_does_not_run(step: Path, tmp_path: Path) -> None:
