@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.command_line import Command, ExitCode
@@ -44,6 +45,7 @@ class Job:
     run: Callable[[Any, str], ExitCode]  # with the command line that started it
     plan: Callable[[Any], str]  # printed by --dry-run below the configuration
     common_keys: tuple[str, ...] = ()  # shown by --help
+    recipe_of_run: str | None = None  # the function that writes the recipe for a run, whose path may be the first word
 
     def load(self, recipe: Path, overrides: Any = (), **options: bool) -> Any:
         """Return the configuration from a recipe and overrides."""
@@ -77,6 +79,27 @@ class Job:
         )
         return self.command(description, default_config, program=program)
 
+    def _load_run(self, parsed: argparse.Namespace, options: dict[str, bool]) -> Any:
+        """Return the configuration of the run whose path is the first word of the command line."""
+        run, *overrides = parsed.overrides
+        if parsed.config is not None:
+            problem = f"allowed without the run {run}, which has its own recipe"
+            raise ConfigError("--config", str(parsed.config), problem)
+        module, _, name = str(self.recipe_of_run).partition(":")
+        with TemporaryDirectory() as directory:
+            recipe = getattr(importlib.import_module(module), name)(Path(run), Path(directory))
+            return self.load(recipe, overrides, **options)
+
+    def _default_recipe(self, default_config: str | Path, program: str | None, hint: str) -> str | Path:
+        """Return the recipe that runs without `--config`, and say so on stderr."""
+        local = Path(f"{self.verb}.yaml")  # the recipe of a user's project
+        if program and local.is_file():
+            sys.stderr.write(f"{program}: the recipe {local} of this directory\n")
+            default_config = local
+        if hint:
+            sys.stderr.write(f"without --config the recipe {default_config} runs; {hint}\n")
+        return default_config
+
     def _format_common_keys(self) -> str:
         from nemo_rl.config.reference import format_common_keys
 
@@ -86,14 +109,12 @@ class Job:
         self, parsed: argparse.Namespace, *, default_config: str | Path, program: str | None, hint: str
     ) -> ExitCode:
         options = {"allow_unsupported": True} if parsed.allow_unsupported else {}
-        local = Path(f"{self.verb}.yaml")  # the recipe of a user's project
-        if program and parsed.config is None and local.is_file():
-            sys.stderr.write(f"{program}: the recipe {local} of this directory\n")
-            default_config = local
-        if hint and parsed.config is None:
-            sys.stderr.write(f"without --config the recipe {default_config} runs; {hint}\n")
-        recipe = default_config if parsed.config is None else parsed.config
-        config = self.load(find_recipe(recipe), parsed.overrides, **options)
+        if self.recipe_of_run is not None and parsed.overrides and _is_path(parsed.overrides[0]):
+            config = self._load_run(parsed, options)
+        else:
+            named = parsed.config
+            recipe = self._default_recipe(default_config, program, hint) if named is None else named
+            config = self.load(find_recipe(recipe), parsed.overrides, **options)
         from nemo_rl.config.loading import resolved_yaml
         from nemo_rl.config.shared_sections import ClusterConfig
         from nemo_rl.launch.model_files import check_model_names
@@ -124,6 +145,11 @@ def _check_restarts(config: object) -> None:
         raise ConfigError("checkpointing", None, "this command does not resume: start it without nemo-rl run")
     if not enabled:
         raise ConfigError("checkpointing.enabled", False, "nemo-rl run restarts from checkpoints: must be true")
+
+
+def _is_path(word: str) -> bool:
+    """Return whether a word is a path that exists, and not an override."""
+    return "=" not in word and not word.startswith("~") and Path(word).exists()
 
 
 def _value_at(config: object, key: str) -> object:
@@ -268,6 +294,7 @@ EVAL_JOB = Job(
     _evaluate,
     _plan_evaluation,
     ("policy.model_name", *(f"eval.{key}" for key in ("metric", "num_tests_per_prompt", "baseline", "output_dir"))),
+    recipe_of_run="nemo_rl.launch.run_evaluation:write_evaluation_recipe",
 )
 COLLECT_JOB = Job(
     "collect",
@@ -304,8 +331,10 @@ RM = REWARD_MODEL_JOB.verb_command(
     "data.train.dataset_name=jsonl data.train.data_path=pairs.jsonl",
 )
 EVAL = EVAL_JOB.verb_command(
-    "Evaluate a model or a checkpoint: pass@k over datasets, and a comparison with another.",
+    "Evaluate a model or a checkpoint: pass@k over datasets, and a comparison with another. A run, or a checkpoint of "
+    "one, as the first word is evaluated on its own validation sets.",
     "eval",
+    "runs/exp_001 eval.num_tests_per_prompt=4",
     "policy.model_name=runs/exp_001/checkpoints/step_150 eval.baseline=nemo_rl/quickstart",
 )
 COLLECT = COLLECT_JOB.verb_command(

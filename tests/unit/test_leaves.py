@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-VERBS = {"viewer": "view", "jobs": "submit", "doctor": "doctor"}
+VERBS = {"viewer": "view", "jobs": "submit", "doctor": "doctor", "trained": "export"}
 CHECK = """
 from nemo_rl import cli
 assert cli.run(["--help"]) == 0

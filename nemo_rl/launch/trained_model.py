@@ -1,0 +1,133 @@
+"""The model that a run has trained: the weights of one of its checkpoints, and what is known about them."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from nemo_rl.checkpoint import CONFIG_FILE, MANIFEST_FILE, Checkpoint, CheckpointStore, verify_checkpoint
+from nemo_rl.command_line import path_argument
+from nemo_rl.config.shared_sections import CheckpointingConfig
+from nemo_rl.errors import CheckpointError, ConfigError
+
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"  # in a run directory, unless `checkpointing.checkpoint_dir` is set
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """One checkpoint's weights, a Hugging Face directory, with the configuration that they were trained with."""
+
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    run_dir: Path | None  # None: the checkpoint lies elsewhere, so there are no curves
+
+    @property
+    def weights(self) -> Path:
+        """Return the directory of weights and tokenizer."""
+        return self.checkpoint.path / "policy" / "weights"
+
+    @property
+    def name(self) -> str:
+        """Return a name for people and servers: run and step.
+
+        Example: `runs/exp_001/checkpoints/step_150` is "exp_001-step_150".
+        """
+        place = self.run_dir or self.checkpoint.path.parent
+        return f"{place.resolve().name}-step_{self.checkpoint.step}"
+
+    @property
+    def policy(self) -> Mapping[str, Any]:
+        """Return the section `policy` of the run."""
+        section = self.config.get("policy")
+        return section if isinstance(section, Mapping) else {}
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `chosen_model` reads."""
+    parser.add_argument("run", type=path_argument, metavar="RUN", help="a run directory, or a checkpoint (step_N)")
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="the checkpoint of step N; default: the best, by checkpointing.metric_name",
+    )
+
+
+def chosen_model(parsed: argparse.Namespace) -> TrainedModel:
+    """Return the model that the command line names; raises ConfigError, or CheckpointError for a damaged one."""
+    return find_trained_model(parsed.run, step=parsed.step)
+
+
+def find_trained_model(path: Path, *, step: int | None = None) -> TrainedModel:
+    """Return the model of a run directory, a directory of checkpoints or a checkpoint, whose files are verified.
+
+    Raises:
+        ConfigError: there is none, or none of `step`.
+        CheckpointError: its files are not as they were written, or it has adapters alone.
+    """
+    if (path / MANIFEST_FILE).is_file():
+        if step is not None:
+            raise ConfigError("--step", step, f"{path} is a checkpoint itself; allowed with a run directory")
+        checkpoint = path
+    else:
+        checkpoint = _choose(path, step)
+    trained = TrainedModel(verify_checkpoint(checkpoint), _read_config(checkpoint), _run_directory(checkpoint, path))
+    if not trained.weights.is_dir():
+        raise CheckpointError(
+            f"{checkpoint}/policy has no weights/ but adapters alone: train with "
+            "policy.dtensor_cfg.lora_cfg.save_merged=true, or merge them with peft"
+        )
+    return trained
+
+
+def _choose(path: Path, step: int | None) -> Path:
+    """Return the checkpoint of `step`, or the best one, of a run or of a directory of checkpoints."""
+    config = _read_config(path) if (path / CONFIG_FILE).is_file() else {}
+    section = _checkpointing(config, path)
+    directory = Path(section.checkpoint_dir or path / CHECKPOINTS) if config else path
+    store = CheckpointStore(section, directory)
+    found = {checkpoint.step: checkpoint.path for checkpoint in store.checkpoints()}
+    if not found:
+        raise ConfigError(
+            "RUN", str(path), "has no checkpoint: expected a run with checkpointing.enabled=true, or step_N"
+        )
+    if step is not None and step not in found:
+        raise ConfigError(
+            "--step", step, f"there is no such checkpoint in {directory}; known: {', '.join(map(str, found))}"
+        )
+    best = store.best()
+    assert best is not None
+    return best.path if step is None else found[step]
+
+
+def _checkpointing(config: Mapping[str, Any], path: Path) -> CheckpointingConfig:
+    """Return the section of a run; without a configuration that of the newest checkpoint, whose metric ranks them."""
+    newest = max(path.glob(f"step_*/{CONFIG_FILE}"), key=lambda file: file.stat().st_mtime, default=None)
+    values = config or (_read_config(newest.parent) if newest is not None else {})
+    try:
+        return CheckpointingConfig.model_validate(values.get("checkpointing") or {})
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path}: the section checkpointing of its {CONFIG_FILE} cannot be read: {error}"
+        ) from error
+
+
+def _run_directory(checkpoint: Path, named: Path) -> Path | None:
+    candidates = (named, checkpoint.resolve().parent.parent)
+    return next((directory for directory in candidates if (directory / METRICS_FILE).is_file()), None)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / CONFIG_FILE
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} holds no configuration")
+    return values
