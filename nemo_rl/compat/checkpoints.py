@@ -75,7 +75,10 @@ def convert(checkpoint: Path, output: Path, *, model_name: str | None = None) ->
 
 
 def open_tensors(checkpoint: Path) -> tuple[SavedTensors, bool]:
-    """Return the tensors of a checkpoint and whether Megatron saved them; raises CheckpointError if there are none."""
+    """Return the tensors of a checkpoint and whether Megatron saved them.
+
+    Raises ConfigError if there are none, and CheckpointError for those of another kind.
+    """
     weights = checkpoint / "policy" / "weights"
     weights = weights if weights.is_dir() else checkpoint
     iterations = sorted(weights.glob("iter_*"))
@@ -90,7 +93,7 @@ def open_tensors(checkpoint: Path) -> tuple[SavedTensors, bool]:
         if next(directory.glob(SAFETENSORS), None) is not None:
             return SafetensorsShards(directory), False
     problem = "no checkpoint of NeMo-RL: it has neither .metadata nor *.safetensors, nor policy/weights with them"
-    raise CheckpointError(f"{checkpoint}: {problem}")
+    raise ConfigError("CHECKPOINT", str(checkpoint), problem)
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def _check_restarts(config: object) -> None:
 
 def _is_path(word: str) -> bool:
     """Return whether a word is a path that exists, and not an override."""
-    return "=" not in word and not word.startswith("~") and Path(word).exists()
+    return word.strip() != "" and "=" not in word and not word.startswith("~") and Path(word).exists()
 
 
 def _value_at(config: object, key: str) -> object:

@@ -18,6 +18,12 @@ def _widths(hidden: int, intermediate: int, layers: int, heads: int, key_value_h
 
 
 MODEL_CONFIGS: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        **_widths(4096, 14336, 32, 32, 8),
+    },
     "Qwen/Qwen2.5-0.5B": _QWEN2 | _TIED | _widths(896, 4864, 24, 14, 2),
     "Qwen/Qwen2.5-1.5B": _QWEN2 | _TIED | _widths(1536, 8960, 28, 12, 2),
     "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2 | _TIED | _widths(1536, 8960, 28, 12, 2),

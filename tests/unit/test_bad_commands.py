@@ -75,6 +75,13 @@ OF_A_DIRECTORY: Lines = [
     ("fifo", "fifo"),
     ("directory", "directory"),
 ]
+OF_A_MODEL: Lines = [
+    *OF_A_DIRECTORY,
+    ("run", "has no checkpoint"),
+    ("collection", "has no checkpoint"),
+    ("run --step x", "invalid int value"),
+    ("run --step 3", "has no checkpoint"),
+]
 LINES: dict[str, Lines] = {
     **{verb: list(OF_A_RECIPE) for verb in RECIPE_VERBS},
     "view": [
@@ -97,6 +104,30 @@ LINES: dict[str, Lines] = {
         ("run --export out --group none", "has no such group"),
         ("run collection --export out --group g", "name the one run"),
         ("run --step 1", "--step = 1: needs --group"),
+    ],
+    "convert": [
+        ("", "the following arguments are required"),
+        ("missing -o out", "missing"),
+        ("file -o out", "file"),
+        ("directory -o out", "directory"),
+        ("run -o out", "run"),
+        ("run -o out --no-such-option", "--no-such-option"),
+    ],
+    "export": [
+        *((f"{words} --to out" if words else "--to out", said) for words, said in OF_A_MODEL),
+        ("run", "required: --to"),
+        ("run --to=", "'' is no path"),
+        ("run --to file/below", "--to"),
+        ("run --to out --dtype int8", "invalid choice"),
+        ("run --to out --public", "belongs to --push"),
+        ("run --to out --push a/b/c", "organisation/name"),
+    ],
+    "serve": [*OF_A_MODEL, ("run --port x", "invalid int value"), ("run --host", "expected one argument")],
+    "chat": [
+        *OF_A_MODEL,
+        ("run --temperature x", "invalid float value"),
+        ("run --max-tokens x", "invalid int value"),
+        ("run --system", "expected one argument"),
     ],
     "compare": [
         *OF_A_DIRECTORY,

@@ -210,5 +210,5 @@ def test_other_directories_are_refused_with_what_to_do(models: dict[str, Path], 
     with pytest.raises(CheckpointError, match="LoRA adapters: merge them"):
         convert(weights, tmp_path / "out", model_name=str(models["llama"]))
     shutil.rmtree(weights / "model")
-    with pytest.raises(CheckpointError, match=r"no checkpoint of NeMo-RL: it has neither"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of NeMo-RL: it has neither"):
         convert(step, tmp_path / "out")
