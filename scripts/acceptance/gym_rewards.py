@@ -37,14 +37,15 @@ from tests.unit.gateway.engines import SpeakingGeneration  # noqa: E402
 
 # Servers without sandbox, browser and downloads; rollouts of those with a judge store what it said.
 SERVERS = """
-arc_agi asr_with_pc assaybench bbq blackjack bunsenbench_chemistry_mcq calendar circle_click citation_if code_gen
-equivalence_rule evalplus example_multi_step example_multi_turn_gymnasium example_session_state_mgmt
-example_single_tool_call example_tool_call_multireward format_verification fukuyamabench generative_reward_model
-gpqa_diamond graphwalks grl_sokoban grl_tetris gui_coordinate hotpotqa_qa ifbench iheval imo_gradingbench
-indirect_prompt_injection lc_niah litmus_agent math_advanced_calculations math_proof_judgement math_with_code
-math_with_judge mcqa moldetox mrcr newton_bench nvarc openair_congestion polymath proof_genselect ragtruth
-reasoning_gym ruler ruler2 single_step_tool_use_with_argument_comparison spartqa string_match structeval
-structured_outputs swe_pivot swerl_gen terminal_multi_harness verifif wordle workplace_assistant xlam_fc
+aalcr abstention arc_agi asr_with_pc assaybench blackjack bunsenbench_chemistry_mcq calendar circle_click
+citation_if code_gen equivalence_llm_judge equivalence_rule evalplus example_multi_step example_multi_turn_gymnasium
+example_session_state_mgmt example_single_tool_call example_tool_call_multireward false_statement_judge
+format_verification fukuyamabench generative_reward_model gpqa_diamond graphwalks grl_sokoban grl_tetris
+gui_coordinate hotpotqa_qa ifbench iheval imo_gradingbench indirect_prompt_injection lc_niah litmus_agent
+math_proof_judgement math_with_autograder math_with_code math_with_judge mcqa moldetox mrcr newton_bench nvarc
+omniscience openair_congestion polymath proof_genselect ragtruth reasoning_gym ruler ruler2 simpleqa
+single_step_tool_use_with_argument_comparison spartqa string_match structeval swe_pivot swerl_gen
+terminal_multi_harness text_to_sql wordle xlam_fc
 """
 MODEL_CONFIG = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 MODEL = {  # of a judge: the gateway, too
@@ -119,18 +120,18 @@ def replay(gym: GymPython, names: Sequence[str]) -> Iterator[Outcome]:
         asyncio.run(wait_for_head(head_url))
         for name, (_, agent) in configs.items():
             stored = list(read_rollouts(gym.site_packages / "resources_servers" / name))
-            outcome = replay_server(name, agent, stored, head_url, port)
+            outcome = replay_server(agent, stored, head_url, port)
             print(f"| {name} | {outcome.num_equal} of {outcome.num_rows} | {outcome.problem} |", flush=True)
             yield outcome
 
 
-def replay_server(name: str, agent: str, stored: Sequence[Pair], head_url: str, port: int) -> Outcome:
+def replay_server(agent: str, stored: Sequence[Pair], head_url: str, port: int) -> Outcome:
     """Run the stored rollouts of one server."""
     if not stored:
         return Outcome(problem="no stored rollout of its example rows has a reward and a response")
     try:
         results = [replay_row(agent, *pair, head_url, port) for pair in stored]
-        controls = [verify(head_url, name, *pair) for pair, problem in zip(stored, results, strict=True) if problem]
+        controls = [verify(head_url, agent, *pair) for pair, problem in zip(stored, results, strict=True) if problem]
     except (NemoRLError, OSError, LookupError, AssertionError) as error:
         return Outcome(0, len(stored), shorten(str(error)))
     problems = [problem for problem in results if problem]
@@ -148,12 +149,14 @@ async def wait_for_head(head_url: str) -> None:
             await asyncio.sleep(0.5)
 
 
-def verify(head_url: str, name: str, row: dict[str, Any], rollout: dict[str, Any]) -> str:
+def verify(head_url: str, agent: str, row: dict[str, Any], rollout: dict[str, Any]) -> str:
     """Return the reward that the server itself gives the stored response, without this project."""
 
     async def main() -> Any:
         async with open_connections() as http:
-            url = (await discover(http, head_url)).by_name[name].url
+            servers = (await discover(http, head_url)).by_name
+            needs = [servers[each] for each in servers[agent].needs if each in servers]
+            url = next(server.url for server in needs if server.kind == "resources_servers")
             async with http.post(f"{url}/verify", json={**row, "response": rollout["response"]}) as response:
                 body = await response.json() if response.status == 200 else {}
                 return body.get("reward", f"HTTP {response.status}")
@@ -176,9 +179,15 @@ def replay_row(agent: str, row: dict[str, Any], rollout: dict[str, Any], head_ur
         return answers.pop(0)
 
     engine = SpeakingGeneration(TEMPLATE, say)
-    limits = {"timeout_s": ROLLOUT_TIMEOUT_S, "start_timeout_s": START_TIMEOUT_S}
-    where = {"head_url": head_url, "port": port, "leaves_calls": True}  # those of a judge
-    (trajectory,) = run_rows([(agent, row)], engine=engine, **where, **limits)
+    (trajectory,) = run_rows(
+        [(agent, row)],
+        engine=engine,
+        head_url=head_url,
+        port=port,
+        leaves_calls=True,  # those of a judge
+        timeout_s=ROLLOUT_TIMEOUT_S,
+        start_timeout_s=START_TIMEOUT_S,
+    )
     return describe(trajectory, rollout["reward"], len(missing), len(answers))
 
 
