@@ -92,11 +92,12 @@ def measure(root: Path, *, verbose: bool) -> int:  # a table of counts, filled i
 def _problems(path: Path, family: str, *, allow_unsupported: bool) -> tuple[list[ConfigError], list[ConfigError]]:
     """Return what stops a recipe from loading, and if nothing does, what stops its dry run."""
     try:
-        on_gpus = ("++policy.device=cuda",) if family in ("grpo", "distillation") else ()
-        config = LOADERS[family](path, on_gpus, allow_unsupported=allow_unsupported)
+        config = LOADERS[family](path, (), allow_unsupported=allow_unsupported)
     except ConfigError as error:
         return list(flatten_config_errors([error])), []
     try:
+        if family in ("grpo", "distillation"):  # planned for the recipe's GPUs, which this machine need not have
+            config = LOADERS[family](path, ("++policy.device=cuda",), allow_unsupported=allow_unsupported)
         JOBS[family].plan(config)
     except ConfigError as error:
         return [], list(flatten_config_errors([error]))
