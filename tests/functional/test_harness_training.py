@@ -18,10 +18,10 @@ from tests.functional.cli import run_command_line
 from tests.support.harness_sessions import DIRECTORY, INSTALLED, find_harness, load_entry
 from tests.support.patch_policy import BUGS, demonstrate, teach, write_tasks
 
-STEPS, GENERATIONS = 20, 4
+STEPS = 20
 DEADLINE_S = 3000.0
 SCRIPT = Path(__file__).with_name("recorded_grpo.py")
-NAMES = ("mini_swe_agent", "codex")
+SETTINGS = {"mini_swe_agent": (2, 1.5e-3), "codex": (4, 1.0e-3)}  # rollouts per task and step, learning rate
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,13 +41,14 @@ def entry_of(name: str, program: str) -> dict[str, Any]:
 def recipe(directory: Path, name: str, entry: dict[str, Any], facts: dict[str, Any]) -> Path:
     """Write the recipe of a training on the tasks in `directory`; return its path."""
     longest = 2 * facts["tokens"] + 256
-    rows = len(BUGS) * GENERATIONS
+    generations, learning_rate = SETTINGS[name]
+    rows = len(BUGS) * generations
     config = {
         "defaults": str(Path(cli.ROOT) / "examples" / "configs" / "quickstart.yaml"),
-        "grpo": {"num_prompts_per_step": len(BUGS), "num_generations_per_prompt": GENERATIONS}
+        "grpo": {"num_prompts_per_step": len(BUGS), "num_generations_per_prompt": generations}
         | {"max_num_steps": STEPS, "val_period": 0, "val_at_start": False, "val_at_end": False},
         "policy": {"model_name": str(directory / "model"), "max_total_sequence_length": longest}
-        | {"train_micro_batch_size": rows, "optimizer": {"kwargs": {"lr": 1.0e-3}}}
+        | {"train_micro_batch_size": rows, "optimizer": {"kwargs": {"lr": learning_rate}}}
         | {"generation": {"max_new_tokens": 64, "vllm_cfg": {"max_num_seqs": 16}}},
         "data": {
             "train": {"dataset_name": "harbor", "data_path": str(directory / "tasks"), "env_name": name}
@@ -77,7 +78,7 @@ def generated(rows: list[dict[str, Any]]) -> Counter[tuple[tuple[int, ...], tupl
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_harness_trains_a_policy_to_choose_the_right_patch(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -94,7 +95,7 @@ def test_a_harness_trains_a_policy_to_choose_the_right_patch(
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     assert run.directory is not None
     rows = [json.loads(line) for line in (run.directory / "rollouts" / "train.jsonl").read_text().splitlines()]
-    assert len(rows) == STEPS * len(BUGS) * GENERATIONS
+    assert len(rows) == STEPS * len(BUGS) * SETTINGS[name][0]
     assert [row["failure"] for row in rows if row["failure"]] == []
     sampled = Counter((tuple(prompt), tuple(tokens)) for prompt, tokens in map(json.loads, record.open()))
     trained = generated(rows)
