@@ -442,7 +442,7 @@ def test_without_a_bound_the_deviation_is_that_of_the_others(rewards: list[float
 
 def test_the_bound_of_the_deviation_is_an_option() -> None:
     rewards = [0.0, 0.5, 0.5, 0.51]
-    options = {"use_leave_one_out_baseline": True}
+    options: dict[str, Any] = {"use_leave_one_out_baseline": True}
     (bounded, *_), (free, *_) = of_rewards(rewards, **options), of_rewards(rewards, **options, min_std_share=0)
     others = statistics.stdev(rewards[1:])
     assert free == pytest.approx((0 - statistics.mean(rewards[1:])) / others, rel=1e-3)

@@ -270,6 +270,7 @@ def test_without_an_end_of_its_own_an_answer_ends_as_add_eos_says() -> None:
         dataset = encode_conversations(encoder, loaded, max_tokens=500, overlong="refuse", add_eos=add_eos)
         return dataset.samples[0].rows[0].token_ids.tolist()
 
+    assert last is not None
     plain = tokenizer.encode(whole, add_special_tokens=False)
     assert encoded(False) == plain
     assert encoded(True) == [*plain, last]
