@@ -78,7 +78,9 @@ class AgentRunnerConfig(RolloutRunnerConfig):
 class CallRetriesConfig(Section):
     """Repeated calls of user code that raised, for each item of the call alone, within the entry's `timeout_s`."""
 
-    max_retries: int = Field(default=2, ge=0)  # calls of an item beyond the first; 0: an exception fails the whole call
+    # calls of an item beyond the first; None: 2 for functions and steps of one conversation, 0 for steps of a batch,
+    # which may have acted on some of it before they raised
+    max_retries: int | None = Field(default=None, ge=0)
     backoff_s: Delay = 0.5  # before an item is tried again; doubles
 
 

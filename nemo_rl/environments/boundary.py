@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 from nemo_rl.config.environment import BatchingConfig, CallRetriesConfig
 from nemo_rl.environments.batcher import Batcher
 from nemo_rl.environments.call_retries import CallRetries
-from nemo_rl.environments.states import copy_state
+from nemo_rl.environments.states import copy_or_none, copy_state
 from nemo_rl.environments.user_code import contain_exit, gather_apart, name_user_code
 from nemo_rl.errors import EnvironmentContractError, summarize_error
 from nemo_rl.interfaces import Environment
@@ -23,7 +23,7 @@ from nemo_rl.types import EnvStep, Failure, FailureClass, Message
 
 ResultT = TypeVar("ResultT")
 StepResult: TypeAlias = EnvStep | Failure
-Item: TypeAlias = tuple[Sequence[Message], Mapping[str, Any]]  # a conversation and its state
+Item: TypeAlias = tuple[Sequence[Message], Any]  # a conversation and its state, a mapping
 
 RESPONSE_TRUNCATED = "response_truncated"  # in the state of every call: the token limit cut the last response
 MAX_CALLS_ALONE = 32  # concurrent calls for single items of calls that raised, where `batching.max_calls` is not set
@@ -49,9 +49,7 @@ class CheckedEnvironment:
         self._inner = inner
         self._user_code = name_user_code(inner)
         self._timeout_s = timeout_s
-        self._retries = None
-        if retries is not None and retries.max_retries and timeout_s is not None:
-            self._retries = CallRetries(retries, timeout_s, self._user_code)
+        self._retries = CallRetries.of(retries, 0, timeout_s, self._user_code)
         self._alone = asyncio.Semaphore((batching and batching.max_calls) or MAX_CALLS_ALONE)
         self._batcher: Batcher[Item, StepResult] | None = None
         if batching is not None:
@@ -76,22 +74,24 @@ class CheckedEnvironment:
 
     async def _call(self, items: Sequence[Item]) -> Sequence[StepResult]:
         started_s = asyncio.get_running_loop().time()
+        before = [None if self._retries is None else copy_or_none(state) for _, state in items]
         try:
             return await self._step(items)
         except (Exception, asyncio.CancelledError) as error:  # the boundary to code of others  # noqa: BLE001
             reraise_own_cancellation(error)
             if self._retries is None or not isinstance(error, Exception):
                 return [error_to_failure(error)] * len(items)
-            is_shared = len(items) > 1
-            return await gather_apart(self._repeat(item, error, started_s, is_shared=is_shared) for item in items)
+            is_shared, as_before = len(items) > 1, [(c, state) for (c, _), state in zip(items, before, strict=True)]
+            return await gather_apart(self._repeat(item, error, started_s, is_shared=is_shared) for item in as_before)
 
     async def _step(self, items: Sequence[Item]) -> Sequence[StepResult]:
         """Return the results of one call; raises what it raises, and TimeoutError at its deadline."""
-        states = [state if self._retries is None else copy_state(state) for _, state in items]
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                results = await contain_exit(self._inner.step([c for c, _ in items], states), self._user_code)
+                results = await contain_exit(
+                    self._inner.step([c for c, _ in items], [s for _, s in items]), self._user_code
+                )
         except (Exception, asyncio.CancelledError) as error:
             reraise_own_cancellation(error)
             if deadline.expired():
@@ -102,12 +102,17 @@ class CheckedEnvironment:
         return [validate_result(result) for result in results]
 
     async def _repeat(self, item: Item, error: Exception, started_s: float, *, is_shared: bool) -> StepResult:
-        """Return the result of an item of a call that raised `error`; what it raises alone is its failure."""
-        assert self._retries is not None
+        """Return the result of an item of a call that raised `error`; what it raises alone is its failure.
+
+        The item has its state as it was before the call, or None if that could not be copied.
+        """
+        conversation, state = item
+        if self._retries is None or state is None:
+            return error_to_failure(error)
 
         async def step_alone() -> StepResult:
             async with self._alone:
-                return (await self._step([item]))[0]
+                return (await self._step([(conversation, copy_state(state))]))[0]
 
         try:
             return await self._retries.repeat(step_alone, error, started_s=started_s, pauses_first=not is_shared)
@@ -177,16 +182,15 @@ async def step_each(
 ) -> list[StepResult]:
     """Return the result of `step_one` for each item on its own: what it raises is the failure of its item alone.
 
-    A single item runs in the caller's task, several in a task each. With `retries` a call that raises is made again;
-    each call then gets a copy of the state.
+    A single item runs in the caller's task, several in a task each. With `retries` a call that raises is made again.
     """
 
     async def guarded(conversation: Sequence[Message], state: Mapping[str, Any]) -> StepResult:
-        def step() -> Awaitable[StepResult]:
-            return contain_exit(step_one(conversation, state if retries is None else copy_state(state)))
+        def step(given: Mapping[str, Any]) -> Awaitable[StepResult]:
+            return contain_exit(step_one(conversation, given))
 
         try:
-            return await (step() if retries is None else retries.call(step))
+            return await (step(state) if retries is None else retries.call(step, state))
         except Exception as error:  # the item's own content: deep JSON, a state without its keys, a worker's death  # noqa: BLE001
             return error_to_failure(error, failure_class)
 

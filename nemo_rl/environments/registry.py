@@ -34,6 +34,7 @@ from nemo_rl.types import EnvStep, FailureClass, Message
 if TYPE_CHECKING:
     from nemo_rl.distributed.actors import ActorHandle
 
+MAX_RETRIES_OF_ONE = 2  # of a function, or of a step of one conversation, unless `retries.max_retries` is set
 MAX_RESTARTS = 3  # per actor
 CLOSE_TIMEOUT_S = 30.0
 MAX_FUNCTION_THREADS = 32  # concurrent calls of a function that is not async
@@ -133,7 +134,7 @@ class FunctionEnvironment:
         self._function = function
         self._is_async = is_async_callable(function)
         self._user_code = name_user_code(function)
-        self._retries = CallRetries(retries, timeout_s, self._user_code) if retries and retries.max_retries else None
+        self._retries = CallRetries.of(retries, MAX_RETRIES_OF_ONE, timeout_s, self._user_code)
         self._blocking_calls = BlockingCalls(f"env-{name}", MAX_FUNCTION_THREADS, user_code=self._user_code)
 
     async def step(
@@ -166,7 +167,7 @@ class OneByOneEnvironment:
         self._inner = inner
         self._timeout_s = timeout_s
         self._user_code = name_user_code(inner)
-        self._retries = CallRetries(retries, timeout_s, self._user_code) if retries.max_retries else None
+        self._retries = CallRetries.of(retries, MAX_RETRIES_OF_ONE, timeout_s, self._user_code)
 
     async def step(
         self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]

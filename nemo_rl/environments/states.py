@@ -15,6 +15,14 @@ def copy_state(state: Any) -> Any:
         return copy.deepcopy(state)
 
 
+def copy_or_none(state: Any) -> Any:
+    """Return a deep copy; None for a state that cannot be copied, e.g. one that holds a lock or a process."""
+    try:
+        return copy_state(state)
+    except Exception:  # of a user's object  # noqa: BLE001
+        return None
+
+
 class _NotPlainError(Exception):
     """Raised for a value that is not plain data, or in two places of it."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class Flaky:
         self.calls: list[tuple[float, list[int]]] = []
         self.running = self.most_running = 0
         self._raises = raises
-        self._takes_s = takes_s
+        self.takes_s = takes_s
         self._tries: dict[int, int] = {}
 
     async def step(
@@ -33,7 +34,7 @@ class Flaky:
         self.calls.append((asyncio.get_running_loop().time(), [state["number"] for state in states]))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        await asyncio.sleep(self._takes_s)
+        await asyncio.sleep(self.takes_s)
         self.running -= 1
         for state in states:
             number = state["number"]
@@ -89,6 +90,44 @@ def test_no_call_begins_after_the_deadline_of_the_first() -> None:
     assert [at for at, _ in inner.calls] == [0.0, 3.0]  # the third would begin at 7
 
 
+def test_calls_for_items_alone_end_with_the_deadline_of_the_first() -> None:
+    def raise_when_shared(number: int, tries: int) -> Exception | None:
+        return ConnectionError("503") if tries == 1 else None
+
+    inner = Flaky(raise_when_shared)
+
+    async def main() -> float:
+        call = asyncio.ensure_future(step(checked(inner, 60), 512))
+        await asyncio.sleep(0.0)
+        inner.takes_s = 1e6  # hangs from now on
+        results = await call
+        assert [result.cause for result in results if isinstance(result, Failure)] == ["ConnectionError: 503"] * 512
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(main()) == pytest.approx(60.0)
+
+
+def test_a_state_that_cannot_be_copied_is_handed_on_and_not_tried_again() -> None:
+    lock = threading.Lock()
+    seen: list[Any] = []
+
+    async def judge(messages: list[dict[str, str]], metadata: dict[str, Any]) -> float:
+        seen.append(metadata["lock"])
+        if len(seen) > 1:
+            raise ConnectionError("503")
+        return 0.5
+
+    environment = FunctionEnvironment("judge", judge, timeout_s=60, retries=RETRIES)
+
+    async def main() -> list[Any]:
+        return [(await environment.step([()], [{"lock": lock}]))[0] for _ in range(2)]
+
+    first, second = run_in_virtual_time(main())
+    assert isinstance(first, EnvStep)
+    assert second == Failure(FailureClass.REWARD, "ConnectionError: 503")
+    assert seen == [lock, lock]
+
+
 def test_calls_for_items_alone_are_as_many_at_once_as_the_batching_allows() -> None:
     inner = Flaky(lambda number, tries: ConnectionError("503") if tries == 1 else None, takes_s=0.1)
     batching = BatchingConfig(enabled=True, max_batch_size=8, max_calls=2)
@@ -105,7 +144,7 @@ def test_broken_contracts_are_not_tried_again(error: Any) -> None:
     assert len(inner.calls) == 1
 
 
-@pytest.mark.parametrize("retries", [None, CallRetriesConfig(max_retries=0)])
+@pytest.mark.parametrize("retries", [None, CallRetriesConfig(), CallRetriesConfig(max_retries=0)])
 def test_without_retries_a_call_that_raises_fails_all_its_items(retries: CallRetriesConfig | None) -> None:
     inner: Any = Flaky(lambda number, tries: ConnectionError("503 for 0") if number == 0 else None)
     assert run_in_virtual_time(step(CheckedEnvironment(inner, 60, retries=retries), 3)) == [refused(0)] * 3
