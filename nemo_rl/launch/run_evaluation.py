@@ -1,18 +1,21 @@
 """The evaluation of a run on its own validation sets: `nemo-rl eval RUN`."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from nemo_rl.config.data import DataConfig, InputDataConfig, resolve_dataset
+from nemo_rl.config.data import DataConfig, DatasetConfig, InputDataConfig, resolve_dataset
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.policy import SampledModelConfig, SamplingConfig
 from nemo_rl.config.server import ServerConfig
 from nemo_rl.data.prompt_sets import SEED_STRIDE
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.trained_model import TrainedModel, find_trained_model
+
+logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "evaluation.yaml"
 SHARED_MEMORY_KEYS = ("gpu_memory_utilization", "kv_cache_memory_bytes")  # chosen for an engine beside the trainer
@@ -78,6 +81,9 @@ def _validation_data(data: Mapping[str, Any], algorithm: Mapping[str, Any]) -> d
     """Return the section `data`: the validation sets, with the seeds that the run derived for them."""
     config = DataConfig.model_validate(data)
     sets = config.datasets_of("validation")
+    splits = [key for key, own in config.datasets_of("train") if _is_split(own, config.default)]
+    if splits and sets:
+        logger.warning("rows that were split off %s for validation are not evaluated", ", ".join(splits))
     if not sets:
         problem = "the run has no validation set of its own; expected --config RECIPE with the data to evaluate on"
         raise ConfigError("data.validation", data.get("validation"), problem)
@@ -88,6 +94,10 @@ def _validation_data(data: Mapping[str, Any], algorithm: Mapping[str, Any]) -> d
         seed = algorithm["seed"] + SEED_STRIDE * index if section.seed is None else section.seed
         inputs.append({**own.model_dump(exclude_none=True), "seed": seed})
     return _of_schema(data, InputDataConfig) | {"input": inputs}
+
+
+def _is_split(own: DatasetConfig, default: DatasetConfig) -> bool:
+    return bool(own.split_validation_size or default.split_validation_size)
 
 
 def _of_schema(values: Mapping[str, Any], schema: type[Section]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from nemo_rl.checkpoint import CONFIG_FILE, MANIFEST_FILE, Checkpoint, CheckpointStore, verify_checkpoint
 from nemo_rl.command_line import path_argument
+from nemo_rl.config.recipe_files import resolve_interpolations
 from nemo_rl.config.shared_sections import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 
@@ -89,7 +90,7 @@ def _choose(path: Path, step: int | None) -> Path:
     """Return the checkpoint of `step`, or the best one, of a run or of a directory of checkpoints."""
     config = _read_config(path) if (path / CONFIG_FILE).is_file() else {}
     section = _checkpointing(config, path)
-    directory = Path(section.checkpoint_dir or path / CHECKPOINTS) if config else path
+    directory = Path(_resolve(section.checkpoint_dir) or path / CHECKPOINTS) if config else path
     store = CheckpointStore(section, directory)
     found = {checkpoint.step: checkpoint.path for checkpoint in store.checkpoints()}
     if not found:
@@ -102,7 +103,10 @@ def _choose(path: Path, step: int | None) -> Path:
         )
     best = store.best()
     assert best is not None
-    return best.path if step is None else found[step]
+    chosen = best.path if step is None else found[step]
+    if config and _base_model(_read_config(chosen)) != _base_model(config):  # a relative checkpoint_dir, from elsewhere
+        raise ConfigError("RUN", str(path), f"{chosen} is of a run of another model: name the checkpoint itself")
+    return chosen
 
 
 def _checkpointing(config: Mapping[str, Any], path: Path) -> CheckpointingConfig:
@@ -115,6 +119,19 @@ def _checkpointing(config: Mapping[str, Any], path: Path) -> CheckpointingConfig
         raise CheckpointError(
             f"{path}: the section checkpointing of its {CONFIG_FILE} cannot be read: {error}"
         ) from error
+
+
+def _base_model(config: Mapping[str, Any]) -> object:
+    policy = config.get("policy")
+    return policy.get("model_name") if isinstance(policy, Mapping) else None
+
+
+def _resolve(directory: str | None) -> str | None:
+    """Return a directory with the environment variables that its text refers to."""
+    return (
+        directory
+        and resolve_interpolations({"checkpointing.checkpoint_dir": directory})["checkpointing.checkpoint_dir"]
+    )
 
 
 def _run_directory(checkpoint: Path, named: Path) -> Path | None:

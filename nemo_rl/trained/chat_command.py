@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -126,7 +128,7 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
     try:
         server.wait(30)
     except subprocess.TimeoutExpired:
-        server.kill()
+        os.killpg(server.pid, signal.SIGKILL)  # its engine's processes too
         server.wait()
 
 
@@ -196,6 +198,8 @@ def _chat(parsed: argparse.Namespace) -> ExitCode:
     if is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - lines can be edited and recalled
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal: the server ends too
+        signal.signal(number, signal.default_int_handler)
     sys.stderr.write(f"{trained.checkpoint.path}: starting vLLM's server ...\n")
     with serving(trained) as base_url:
         chat = Chat(base_url, trained.name, sampling)

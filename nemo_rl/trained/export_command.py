@@ -80,11 +80,16 @@ def _describe_tensors(directory: Path, dtype: str) -> None:
 
 
 def push(directory: Path, name: str, *, is_private: bool) -> str:
-    """Upload an exported directory to the hub as `organisation/name`; return its address."""
+    """Upload an exported directory to the hub as `organisation/name`; return its address.
+
+    Raises ConfigError for a public repository of that name if it is to be private.
+    """
     from huggingface_hub import HfApi  # here: only this needs the network
 
     api = HfApi()
     repository = api.create_repo(name, private=is_private, exist_ok=True)
+    if is_private and not api.repo_info(repository.repo_id).private:
+        raise ConfigError("--push", name, "exists and is public: expected another name, or --public")
     api.upload_folder(repo_id=repository.repo_id, folder_path=directory)
     return str(repository)
 

@@ -1,4 +1,4 @@
-"""The model card of an exported model, and the recipe that is published with it."""
+"""The model card of an exported model, and the hyperparameters that are published with it."""
 
 import json
 from collections.abc import Mapping
@@ -12,17 +12,20 @@ from nemo_rl.launch.trained_model import METRICS_FILE, TrainedModel
 
 CARD_FILE = "README.md"
 RECIPE_FILE = "training_recipe.yaml"
-# of the recipe: they speak of the machine that trained, not of the training
-PRIVATE_SECTIONS = ("logger", "cluster", "checkpointing", "gateway", "server", "slurm")
+PUBLISHED_SECTIONS = ("grpo", "distillation", "sft", "dpo", "loss_fn", "reward_penalties", "policy")
+PRIVATE_KEYS = ("vllm_kwargs", "backend_cfg", "server", "env_vars")  # of these sections: they may hold anything
 NUM_CURVE_ROWS = 12
 CURVES = {"train/reward": "reward", "validation/accuracy": "accuracy", "validation/greedy_accuracy": "greedy accuracy",
           "train/loss": "loss", "train/mean_gen_tokens_per_sample": "tokens a response"}  # fmt: skip
 
 
 def format_recipe(trained: TrainedModel) -> str:
-    """Return the run's configuration as YAML without what belongs to its machine; paths are cut to their last name."""
-    kept = {key: value for key, value in trained.config.items() if key not in PRIVATE_SECTIONS}
-    return yaml.safe_dump(_without_paths(kept), sort_keys=False, allow_unicode=True)
+    """Return the hyperparameters of the run as YAML: nothing of its data, environments and machine.
+
+    A value that names a place is cut to its last name.
+    """
+    kept = {name: trained.config[name] for name in PUBLISHED_SECTIONS if name in trained.config}
+    return yaml.safe_dump(_without_places(kept), sort_keys=False, allow_unicode=True)
 
 
 def format_card(trained: TrainedModel, name: str) -> str:
@@ -39,7 +42,7 @@ def format_card(trained: TrainedModel, name: str) -> str:
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {name}",
         f"`{base}` after {trained.checkpoint.step} steps of {_algorithm(trained)} with nemo-rl. "
-        f"The whole recipe: [{RECIPE_FILE}]({RECIPE_FILE}).",
+        f"Hyperparameters: [{RECIPE_FILE}]({RECIPE_FILE}).",
         "## Use\n\n```python\nfrom transformers import pipeline\n\n"
         f'answer = pipeline("text-generation", "{name}")\n'
         'print(answer([{"role": "user", "content": "..."}])[0]["generated_text"][-1]["content"])\n```\n\n'
@@ -58,8 +61,7 @@ def _algorithm(trained: TrainedModel) -> str:
 def _base_model(trained: TrainedModel) -> str:
     """Return the model that was trained; of a directory its name."""
     name = str(trained.policy.get("model_name"))
-    is_path = not name.startswith(QUICKSTART_MODEL) and (name.startswith(("/", ".", "~")) or Path(name).exists())
-    return Path(name).name if is_path else name
+    return Path(name).name if _is_place(name) else name
 
 
 def _evaluation(trained: TrainedModel) -> list[tuple[str, str]]:
@@ -107,11 +109,23 @@ def _format_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...
     return f"## {title}\n\n" + "\n".join(lines)
 
 
-def _without_paths(value: Any) -> Any:
+def _without_places(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_paths(each) for key, each in value.items()}
+        return {key: _without_places(each) for key, each in value.items() if key not in PRIVATE_KEYS}
     if isinstance(value, list):
-        return [_without_paths(each) for each in value]
-    if isinstance(value, str) and value.startswith(("/", "~")) and "\n" not in value:
+        return [_without_places(each) for each in value]
+    if isinstance(value, str) and _is_place(value):
         return Path(value).name
     return value
+
+
+def _is_place(text: str) -> bool:
+    """Return whether a text is a path or an address; a name on the hub has one slash, and a template has lines."""
+    if "\n" in text or text.startswith(QUICKSTART_MODEL):
+        return False
+    return (
+        text.startswith(("/", "~", "."))
+        or text.count("/") > 1
+        or "://" in text
+        or ("/" in text and Path(text).exists())
+    )

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.launch.trained_model import find_trained_model
@@ -62,6 +63,23 @@ def test_damaged_files_and_adapters_alone_are_refused(run: Path, tmp_path: Path)
     write_manifest(adapters, 3)
     with pytest.raises(CheckpointError, match="save_merged=true"):
         find_trained_model(adapters)
+
+
+def test_a_directory_of_checkpoints_may_name_a_variable(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run / "checkpoints", tmp_path / "scratch" / "ck")
+    moved = tmp_path / "exp"
+    moved.mkdir()
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    values["checkpointing"]["checkpoint_dir"] = "${oc.env:SCRATCH_OF_TEST}/ck"
+    (moved / "config.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.setenv("SCRATCH_OF_TEST", str(tmp_path / "scratch"))
+    assert find_trained_model(moved).checkpoint.path == tmp_path / "scratch" / "ck" / "step_6"
+    values["policy"]["model_name"] = "another/model"
+    (moved / "config.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match="another model"):
+        find_trained_model(moved)
 
 
 @pytest.mark.parametrize("text", ["[1]", "a: [", "a: !!python/object/apply:os.system ['false']", "checkpointing: 5"])

@@ -1,6 +1,9 @@
 """An exported directory holds the checkpoint's weights, loads without this project, and says where it comes from."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,19 +45,28 @@ def test_the_card_tells_origin_evaluation_and_curves(run: Path, tmp_path: Path) 
     assert "| 0 |  | 0.25 |\n| 3 | 0.25 | 0.5 |\n| 6 | 0.375 | 0.75 |\n" in text  # nothing of step 9
 
 
-def test_the_recipe_is_published_without_the_machine(run: Path, tmp_path: Path) -> None:
-    trained = find_trained_model(run)
-    config = {**trained.config, "policy": {**trained.policy, "model_name": "/home/me/models/base"}}
-    from dataclasses import replace
+PRIVATE = ("/home/me/base", "acme/patients.jsonl", "s3://acme/x", "cd /home/me && ./run", "http://10.1.2.3", "sk-123")
 
+
+def test_the_recipe_is_published_without_data_environments_and_places(run: Path, tmp_path: Path) -> None:
+    trained = find_trained_model(run)
+    base, data_path, source, command, address, key = PRIVATE
+    generation = {**trained.policy["generation"], "vllm_kwargs": {"download_dir": source, "hf_token": key}}
+    config = {
+        **trained.config,
+        "policy": {**trained.policy, "model_name": base, "generation": generation},
+        "data": {"train": {"dataset_name": "jsonl", "data_path": data_path}},
+        "env": {"agent": {"command": [command, f"--key={key}"]}},
+        "scorers": {"judge": {"address": address}},
+        "weights_of_mine": key,
+    }
     directory = export(replace(trained, config=config), tmp_path / "m")
     recipe = yaml.safe_load((directory / "training_recipe.yaml").read_text())
     assert recipe["policy"]["model_name"] == "base"
     assert recipe["grpo"] == trained.config["grpo"]
-    assert not recipe.keys() & {"logger", "checkpointing", "cluster"}
+    assert recipe["policy"]["optimizer"] == trained.policy["optimizer"]
     published = "".join(file.read_text() for file in directory.iterdir() if file.suffix in (".md", ".yaml"))
-    assert "/home/me" not in published
-    assert str(run.parent) not in published
+    assert not [text for text in (*PRIVATE, str(run.parent)) if text in published]
 
 
 def test_an_export_is_complete_or_absent(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +83,6 @@ def test_an_export_is_complete_or_absent(run: Path, tmp_path: Path, monkeypatch:
 
 
 def test_links_of_a_checkpoint_are_not_followed(run: Path, tmp_path: Path) -> None:
-    import shutil
-    from dataclasses import replace
-
     trained = find_trained_model(run)
     copied = shutil.copytree(trained.checkpoint.path, tmp_path / "step_6")
     (tmp_path / "secret").write_text("secret")
@@ -94,7 +103,10 @@ def test_publishing_needs_a_name_and_a_token_before_anything_is_written(
     assert not (tmp_path / "m").exists()
 
 
-def test_publishing_uploads_the_exported_directory(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_public", [False, True])
+def test_publishing_uploads_the_exported_directory_to_a_private_repository(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_public: bool
+) -> None:
     calls: list[tuple[str, Any]] = []
 
     class Hub:
@@ -104,11 +116,16 @@ def test_publishing_uploads_the_exported_directory(run: Path, tmp_path: Path, mo
 
             return RepoUrl(f"https://huggingface.co/{name}")
 
+        def repo_info(self, name: str) -> Any:
+            assert name == "me/speller"
+            return SimpleNamespace(private=not is_public)
+
         def upload_folder(self, **options: Any) -> None:
             assert (options["folder_path"] / "README.md").is_file()
             calls.append((options["repo_id"], options["folder_path"]))
 
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "token")
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert run_cli(["export", str(run), "--to", str(tmp_path / "m"), "--push", "me/speller"]) == 0
-    assert calls == [("me/speller", {"private": True, "exist_ok": True}), ("me/speller", tmp_path / "m")]
+    code = run_cli(["export", str(run), "--to", str(tmp_path / "m"), "--push", "me/speller"])
+    created, uploaded = ("me/speller", {"private": True, "exist_ok": True}), ("me/speller", tmp_path / "m")
+    assert (code, calls) == ((2, [created]) if is_public else (0, [created, uploaded]))
