@@ -45,7 +45,8 @@ class EngineError(CallError):
 class ContextLengthError(CallError):
     """400: the conversation leaves no room for a response.
 
-    NeMo Gym treats a 400 with the words "context length" as the end of a truncated rollout, any other as an error.
+    Clients tell it by OpenAI's words: LiteLLM repeats a 400 without them as if it were a fault of the server, and NeMo
+    Gym takes one without "context length" for an error.
     """
 
     kind = CallFailureKind.CONTEXT_LENGTH
@@ -58,10 +59,10 @@ class ContextLengthError(CallError):
         `cause`: what the engine says, if it takes less than `max_model_len`.
         """
         self.num_tokens = max_model_len if num_tokens is None else num_tokens
-        size = "more than" if num_tokens is None else f"{num_tokens} tokens in"
-        message = f"{size} a context length of {max_model_len} tokens: no room is left for a response"
+        size = "more" if num_tokens is None else f"{num_tokens} tokens"
+        message = f"This model's maximum context length is {max_model_len} tokens; {size} leave no room for a response"
         if cause:
-            message = f"{num_tokens} tokens exceed the engine's context length: {cause}"
+            message = f"{message}; the engine takes fewer: {cause}"
         if asks_truncation:
             message += "; truncation: auto is accepted, but the gateway drops no part of a conversation"
         super().__init__(400, message, param="messages", code="context_length_exceeded")

@@ -83,7 +83,7 @@ def test_responses_are_as_long_as_client_run_and_context_allow(fields, room_of_r
 def test_a_conversation_without_room_is_refused():
     error = refusal(FakeGeneration(), request(), max_model_len=21)
     assert (error.status, error.code) == (400, "context_length_exceeded")
-    assert "21 tokens in a context length of 21 tokens" in str(error)
+    assert str(error) == "This model's maximum context length is 21 tokens; 21 tokens leave no room for a response"
 
 
 @pytest.mark.parametrize("full", ["error", "length"])
@@ -112,7 +112,8 @@ def test_a_prompt_that_is_too_long_for_the_engine_alone_is_no_fault_of_the_engin
     else:
         assert isinstance(answer, RequestError)
         assert (answer.status, answer.code) == (400, "context_length_exceeded")
-        assert "21 tokens exceed the engine's context length: the engine takes 16 tokens" in str(answer)
+        assert str(answer).startswith("This model's maximum context length is 4096 tokens; 21 tokens leave no room")
+        assert str(answer).endswith("the engine takes fewer: the engine takes 16 tokens")
 
 
 @pytest.mark.parametrize("truncation", ["auto", "disabled"])
