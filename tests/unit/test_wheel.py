@@ -55,7 +55,7 @@ def test_two_builds_are_identical_and_hold_what_a_run_needs(tmp_path: Path) -> N
     names = set(zipfile.ZipFile(first).namelist())
     assert set(NEEDED) <= names
     assert {name.split("/")[0] for name in names} == {"nemo_rl", "nemo_rl-0.1.0.dist-info"}
-    recipes = {f"nemo_rl/recipes/configs/{path.name}" for path in RECIPES.iterdir()}
+    recipes = {f"nemo_rl/recipes/configs/{path.relative_to(RECIPES)}" for path in RECIPES.rglob("*") if path.is_file()}
     assert {name for name in names if name.startswith("nemo_rl/recipes/configs/")} == recipes
 
 
