@@ -71,19 +71,21 @@ class SavedTensors(ABC):
 
 
 def _join(shape: tuple[int, ...], parts: Iterator[Part]) -> torch.Tensor:
-    """Return a tensor of the shape from shards that cover it; raises ValueError if they do not."""
+    """Return a tensor of the shape from shards that cover it once; raises ValueError if they do not."""
     whole: torch.Tensor | None = None
-    num_found = 0
+    is_written = torch.zeros(shape, dtype=torch.bool)
     for offsets, part in parts:
         if whole is None:
             whole = torch.empty(shape, dtype=part.dtype)
         place = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
         if part.dtype != whole.dtype or min(offsets, default=0) < 0 or whole[place].shape != part.shape:
             raise ValueError(f"a shard {tuple(part.shape)} of {part.dtype} at {tuple(offsets)} does not fit {shape}")
+        if is_written[place].any():
+            raise ValueError(f"a shard {tuple(part.shape)} at {tuple(offsets)} overlaps another")
         whole[place] = part
-        num_found += part.numel()
-    if whole is None or num_found != whole.numel():
-        raise ValueError(f"its shards hold {num_found} of {math.prod(shape)} values")
+        is_written[place] = True
+    if whole is None or not is_written.all():
+        raise ValueError(f"its shards hold {int(is_written.sum())} of {math.prod(shape)} values")
     return whole
 
 

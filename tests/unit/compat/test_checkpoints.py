@@ -166,7 +166,8 @@ def test_damaged_descriptions_are_refused(edit: Any, problem: str, step: Path, t
     ("parts", "problem"),
     [
         ([((0, 0), torch.ones(1, 2))], "hold 2 of 4 values"),
-        ([((0, 0), torch.ones(2, 2)), ((1, 0), torch.ones(1, 2))], "hold 6 of 4 values"),
+        ([((0, 0), torch.ones(1, 2)), ((0, 0), torch.ones(1, 2))], r"\(1, 2\) at \(0, 0\) overlaps another"),
+        ([((0, 0), torch.ones(2, 2)), ((1, 0), torch.ones(1, 2))], r"\(1, 2\) at \(1, 0\) overlaps another"),
         ([((1, 0), torch.ones(2, 2))], "does not fit"),
         ([((-1, 0), torch.ones(1, 2))], "does not fit"),
         ([((0, 0), torch.ones(1, 2)), ((1, 0), torch.ones(1, 2, dtype=torch.bfloat16))], "does not fit"),
