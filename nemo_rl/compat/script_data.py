@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from nemo_rl.compat.data_sections import FOREVER
 from nemo_rl.compat.data_types import DatumSpec, TaskDataSpec
 from nemo_rl.config.data import DatasetConfig, DatasetEntry
 from nemo_rl.config.kinds import Entry
@@ -26,6 +27,7 @@ from nemo_rl.types import Message, Prompt
 logger = logging.getLogger(__name__)
 
 PASS_THROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+MAX_PROMPTS = 10_000  # read of a dataset that only iterates, which may have no end
 TRAIN, VALIDATION = "script_train", "script_validation"  # entries of the datasets of a script
 DataConfig = dict[str, Any]  # the section `data`
 Processor = Callable[..., DatumSpec]  # (row, TaskDataSpec, tokenizer, max_seq_length, index)
@@ -246,16 +248,20 @@ class ScriptPrompts:
 
     prompts: list[Prompt]
     stop_strings: tuple[str, ...]  # of the first prompt's answer
+    is_endless: bool = False  # it only iterates, and as many as were asked for were read
 
 
 @contextmanager
 def open_datasets(recipe: dict[str, Any], tokenizer: Any, train: Any, validation: Any) -> Iterator[set[str]]:
     """Write a script's datasets into the recipe, as entries that exist while the block runs; yield the tasks."""
     grpo = recipe["grpo"]
-    num_needed = grpo["num_prompts_per_step"] * grpo.get("max_num_steps", 1)
+    num_needed = min(grpo["num_prompts_per_step"] * grpo.get("max_num_steps", FOREVER), MAX_PROMPTS)
     found = {TRAIN: _read_all(train, tokenizer, num_needed)}
+    if found[TRAIN].is_endless:
+        grpo["max_num_epochs"] = FOREVER  # NeMo-RL ends such a run by its steps
     if validation is not None:
-        found[VALIDATION] = _read_all(validation, tokenizer, grpo.get("max_val_samples") or num_needed)
+        num_needed = min(grpo.get("max_val_samples") or num_needed, MAX_PROMPTS)
+        found[VALIDATION] = _read_all(validation, tokenizer, num_needed)
     else:
         (recipe.get("checkpointing") or {}).update(metric_name=None)
     kept = ("max_input_seq_length", "shuffle", "num_workers")
@@ -276,12 +282,15 @@ def open_datasets(recipe: dict[str, Any], tokenizer: Any, train: Any, validation
 
 
 def _read_all(dataset: Any, tokenizer: Any, num_needed: int) -> ScriptPrompts:
-    """Return the prompts of a dataset, or of several by task; of one that only iterates, as many as a run needs."""
+    """Return the prompts of a dataset, or of several by task; of one that only iterates, at most `num_needed`."""
     if isinstance(dataset, Mapping):
         read = [_read_all(one, tokenizer, num_needed) for one in dataset.values()]
-        return ScriptPrompts([prompt for one in read for prompt in one.prompts], read[0].stop_strings)
+        prompts = [prompt for one in read for prompt in one.prompts]
+        return ScriptPrompts(prompts, read[0].stop_strings, any(one.is_endless for one in read))
     prompts, stops, num_left_out = [], (), 0
-    for datum in _items(dataset, num_needed):
+    only_iterates = _only_iterates(dataset)
+    items = islice(iter(dataset), num_needed) if only_iterates else map(dataset.__getitem__, range(len(dataset)))
+    for datum in items:
         stops = tuple(datum.get("stop_strings") or ()) if not prompts else stops
         if not datum.get("loss_multiplier", 1.0):
             num_left_out += 1
@@ -289,14 +298,15 @@ def _read_all(dataset: Any, tokenizer: Any, num_needed: int) -> ScriptPrompts:
         prompts.append(read_datum(datum, tokenizer, datum.get("task_name") or ""))
     if num_left_out:
         logger.warning("left out %d prompts with loss_multiplier 0 of %d", num_left_out, num_left_out + len(prompts))
-    return ScriptPrompts(prompts, stops)
+    is_endless = only_iterates and len(prompts) + num_left_out == num_needed
+    if is_endless and num_needed == MAX_PROMPTS:
+        logger.warning("read the first %d prompts of a dataset that only iterates; the run repeats them", num_needed)
+    return ScriptPrompts(prompts, stops, is_endless)
 
 
-def _items(dataset: Any, num_needed: int) -> Iterator[DatumSpec]:
-    iterates_alone = any(base.__name__ == "IterableDataset" for base in inspect.getmro(type(dataset)))
-    if iterates_alone or not hasattr(dataset, "__getitem__"):
-        return islice(iter(dataset), num_needed)
-    return (dataset[index] for index in range(len(dataset)))
+def _only_iterates(dataset: Any) -> bool:
+    is_iterable = any(base.__name__ == "IterableDataset" for base in inspect.getmro(type(dataset)))
+    return is_iterable or not hasattr(dataset, "__getitem__")
 
 
 def _as_list(sections: Any) -> Sequence[Mapping[str, Any]]:

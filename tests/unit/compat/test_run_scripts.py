@@ -3,11 +3,13 @@
 import importlib
 import json
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from torch.utils.data import IterableDataset
 
 from nemo_rl.compat import script_data, script_environments
 from nemo_rl.compat.data_types import TaskDataSpec
@@ -119,6 +121,25 @@ def test_a_dataset_without_an_end_is_read_as_far_as_a_run_needs(tokenizer: Any) 
         section = DATASETS.section("jsonl").model_validate(written["data"]["train"])
         assert len(DATASETS.entry(TRAIN, key="").make(section, 0)) == 4  # 2 steps of 2 prompts
     assert written["policy"]["generation"]["stop_strings"] == ["!"]
+
+
+def test_at_most_ten_thousand_prompts_are_read_at_start(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Letters(IterableDataset[Any]):
+        num_read = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                self.num_read += 1
+                yield datum("a", task_name="game")
+
+    written, train, held_out = recipe(), Letters(), Letters()
+    written["grpo"]["max_num_steps"] = 1_000_000
+    with open_datasets(written, tokenizer, train, held_out):
+        assert (train.num_read, held_out.num_read) == (10_000, 10_000)
+    assert written["grpo"]["max_num_epochs"] >= 1_000_000 * 2 / 10_000  # the run ends by its steps
+    assert "read the first 10000 prompts" in caplog.text
+    with open_datasets(written := recipe(), tokenizer, [datum("a", task_name="game")] * 4, None):
+        assert "max_num_epochs" not in written["grpo"]
 
 
 def test_rows_go_through_the_processor_of_their_task(tokenizer: Any, tmp_path: Path) -> None:
