@@ -5,6 +5,7 @@ up here before `grpo_train`: it writes the script's configuration as a recipe, w
 entries of this process, and runs `nemo-rl grpo` over it.
 """
 
+import logging
 import random
 import sys
 import time
@@ -25,7 +26,9 @@ from nemo_rl.config.overrides import apply_override
 from nemo_rl.config.recipe_files import RESOLVERS
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.recipe_commands import GRPO_JOB
-from nemo_rl.recipes import find_packaged
+from nemo_rl.recipes import find_packaged, find_recipe
+
+logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "run_script.yaml"  # in logger.log_dir
 # What `setup` returns, up to release 0.6 and since.
@@ -62,10 +65,17 @@ def _as_values(value: Any) -> Any:
 
 
 def load_config(config_path: str | Path) -> DictConfig:
-    """Return a recipe merged over the files that its `defaults:` names, or else the packaged one of this name."""
+    """Return a recipe, by the path or name that the command line takes, merged over the files that `defaults:` names.
+
+    If examples/configs/<name>, the default of NeMo-RL's own scripts, is missing, the packaged recipe of that name takes
+    its place, with a warning. Raises ConfigError for any other missing file.
+    """
     path = Path(config_path)
-    packaged = None if path.is_file() else find_packaged(path.name)
-    return DictConfig(loading.read_raw(GRPORunConfig, packaged or path, ()))
+    is_default = path.parts[-3:-1] == ("examples", "configs") and not path.is_file()
+    if is_default and (packaged := find_packaged(path.name)) is not None:
+        logger.warning("%s is missing; using the packaged recipe %s", path, packaged.stem)
+        path = packaged
+    return DictConfig(loading.read_raw(GRPORunConfig, find_recipe(path), ()))
 
 
 def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictConfig:

@@ -76,7 +76,18 @@ def test_recipes_are_read_with_those_below_and_overrides(tmp_path: Path) -> None
         "grpo": {"seed": 5, "max_num_steps": 6},
         "env": {"own": {"scale": 2}},
     }
-    assert load_config(tmp_path / "examples" / "grpo_math_1B.yaml").grpo.num_prompts_per_step == 32  # the packaged one
+
+
+def test_only_nemo_rls_default_path_means_a_packaged_recipe(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    default = tmp_path / "examples" / "configs" / "grpo_math_1B.yaml"
+    assert load_config(default).grpo.num_prompts_per_step == 32
+    assert f"{default} is missing; using the packaged recipe grpo_math_1B" in caplog.text
+    for path in (tmp_path / "configs" / "grpo_math_1B.yaml", str(tmp_path / "grpo_math_1B.yaml")):
+        with pytest.raises(ConfigError, match=r"no such file.*; a packaged recipe is named grpo_math_1B"):
+            load_config(path)
+    default.parent.mkdir(parents=True)
+    default.write_text("grpo: {num_prompts_per_step: 5}\n")
+    assert load_config(default).grpo.num_prompts_per_step == 5
 
 
 def test_setup_returns_what_the_release_returns() -> None:
