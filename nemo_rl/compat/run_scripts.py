@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +135,27 @@ def set_seed(seed: int) -> None:
 
 
 def get_tokenizer(tokenizer_config: Mapping[str, Any], get_processor: bool = False) -> Any:
-    """Return the tokenizer that the section names; without `chat_template` it has its own, with null none."""
+    """Return the tokenizer that the section names; without `chat_template` it has its own, with null none.
+
+    `chat_template` is a Jinja text or a file; `chat_template_kwargs` are variables of every rendering.
+    """
     from transformers import AutoTokenizer
+
+    from nemo_rl.data.tokenizer import read_template
 
     if get_processor:
         raise ConfigError("policy.tokenizer", tokenizer_config.get("name"), "only text is trained on")
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_config["name"])
+    variables = tokenizer_config.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping):
+        raise ConfigError("policy.tokenizer.chat_template_kwargs", variables, "must be a mapping of variables")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_config["name"])
     template = tokenizer_config.get("chat_template", "default")
-    if template != "default":
-        tokenizer.chat_template = PASS_THROUGH if template is None else template
+    if template is None:
+        tokenizer.chat_template = PASS_THROUGH
+    elif template != "default":
+        tokenizer.chat_template = read_template(template, "policy.tokenizer.chat_template")
+    if variables:
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -37,14 +37,17 @@ def load_tokenizer_with_template(
     except Exception as error:  # missing, not reachable, of no known kind, or damaged: a bare Exception
         raise ConfigError(name_key, name, f"no tokenizer can be loaded from it: {describe_error(error)}") from error
     if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template, template_key)
+        tokenizer.chat_template = read_template(chat_template, template_key)
     if not tokenizer.chat_template:
         raise ConfigError(template_key, None, f"the tokenizer of {name} has none: give a Jinja text or a file")
     return tokenizer
 
 
-def _read_template(text_or_file: str, key: str) -> str:
-    """Return the template's text; a Jinja text contains braces, a file's path does not."""
+def read_template(text_or_file: str, key: str) -> str:
+    """Return the template's text; a Jinja text contains braces, a file's path does not.
+
+    Raises ConfigError under `key` for a file that cannot be read.
+    """
     if "{" in text_or_file:
         return text_or_file
     try:

@@ -210,13 +210,29 @@ def test_registered_names_are_unique_and_reach_the_recipe(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("template", "expected"), [({}, "own"), ({"chat_template": None}, "<x>"), ({"chat_template": "T"}, "T")]
+    ("template", "expected"),
+    [
+        ({}, "own"),
+        ({"chat_template": None, "chat_template_kwargs": None}, "<x>"),
+        ({"chat_template": "{{ 'T' }}"}, "T"),
+        ({"chat_template": "mine.jinja"}, "plain <x>"),
+        ({"chat_template": "mine.jinja", "chat_template_kwargs": {"tone": "kind"}}, "kind <x>"),
+    ],
 )
 def test_the_tokenizer_has_the_template_of_the_section(
-    template: dict[str, Any], expected: str, tokenizer: Any, tmp_path: Path
+    template: dict[str, Any], expected: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jinja").write_text("{{ tone or 'plain' }} {{ messages[0].content }}")
     tokenizer.save_pretrained(tmp_path)
     found = get_tokenizer({"name": str(tmp_path), **template})
     text = found.apply_chat_template([{"role": "user", "content": "<x>"}], tokenize=False)
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "<x>"}], tokenize=False)
     assert text == {"own": rendered}.get(expected, expected)
+
+
+def test_templates_that_cannot_be_read_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    for key, value in (("chat_template", "gone.jinja"), ("chat_template_kwargs", ["tone"])):
+        with pytest.raises(ConfigError, match=rf"policy.tokenizer.{key} = "):
+            get_tokenizer({"name": str(tmp_path), key: value})
