@@ -83,10 +83,15 @@ def find_prompts(config: dict[str, Any], report: Report) -> None:
     data = config.get("data")
     for one in dataset_sections(data) if isinstance(data, dict) else ():
         for name in ("prompt_file", "system_prompt_file"):
-            path = Path(str(one.get(name)))
-            packaged = find_prompt(f"prompts/{path.name}")
-            if path.parts == ("examples", "prompts", path.name) and not path.is_file() and packaged.is_file():
-                one[name] = f"prompts/{path.name}"
+            if isinstance(one.get(name), str):
+                one[name] = name_prompt(one[name])
+
+
+def name_prompt(name: str) -> str:
+    """Return the packaged prompt's name for a file "examples/prompts/<name>" that is missing; any other as it is."""
+    path, packaged = Path(name), f"prompts/{Path(name).name}"
+    is_default = path.parts == ("examples", "prompts", path.name) and not path.is_file()
+    return packaged if is_default and find_prompt(packaged).is_file() else name
 
 
 def bound_prompts(config: dict[str, Any], report: Report) -> None:

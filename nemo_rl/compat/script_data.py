@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from nemo_rl.compat.data_sections import FOREVER
+from nemo_rl.compat.data_sections import FOREVER, name_prompt
 from nemo_rl.compat.data_types import DatumSpec, TaskDataSpec
 from nemo_rl.config.data import DatasetConfig, DatasetEntry
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.recipe_files import at
 from nemo_rl.config.registries import DATASETS, PROCESSORS
 from nemo_rl.data.processors import PLACEHOLDER, RowFormat
+from nemo_rl.data.prompt_sets import check_split, split_rows
 from nemo_rl.data.row_sources import load_rows
 from nemo_rl.data.rows import Row
 from nemo_rl.errors import ConfigError
+from nemo_rl.recipes import find_prompt
 from nemo_rl.types import Message, Prompt
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ PASS_THROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %
 MAX_PROMPTS = 10_000  # read of a dataset that only iterates, which may have no end
 TRAIN, VALIDATION = "script_train", "script_validation"  # entries of the datasets of a script
 DataConfig = dict[str, Any]  # the section `data`
+# Keys of `data` that are not the dataset's, and those of a dataset that a script reads itself.
+DATA_KEYS = ("max_input_seq_length", "shuffle", "num_workers")
+SCRIPT_KEYS = ("dataset_name", "env_name", "processor")
 Processor = Callable[..., DatumSpec]  # (row, TaskDataSpec, tokenizer, max_seq_length, index)
 
 
@@ -82,8 +87,9 @@ class AllTaskProcessedDataset:
 class ResponseDataset:
     """Rows of a JSONL file, or of a dataset of the hub, as messages with a question and its answer.
 
-    Both forms of NeMo-RL: `data_path` (since 0.6), with `dataset` and `val_dataset`; `train_data_path` and
-    `val_data_path` (to 0.5), with `formatted_ds`.
+    Both forms of NeMo-RL: `data_path` (since 0.6), with `dataset` and `val_dataset`, which `split_validation_size` may
+    split off; `train_data_path` and `val_data_path` (to 0.5), with `formatted_ds`. `task_spec` has the prompts of
+    `prompt_file` and `system_prompt_file`.
     """
 
     def __init__(
@@ -98,7 +104,10 @@ class ResponseDataset:
         train_data_path: str | None = None,
         subset: str | None = None,
         split: str | None = None,
-        **options: Any,
+        split_validation_size: float | None = None,
+        seed: int | None = None,
+        prompt_file: str | None = None,
+        system_prompt_file: str | None = None,
     ) -> None:
         path = data_path or train_data_path
         if path is None:
@@ -107,8 +116,19 @@ class ResponseDataset:
         keys = {"input_key": input_key, "output_key": output_key, "subset": subset}
         self.dataset = self._read(path, split=split or train_split, **keys)
         self.val_dataset = None if val_data_path is None else self._read(val_data_path, split=val_split, **keys)
+        if split_validation_size:
+            self._split(split_validation_size, 42 if seed is None else seed)  # NeMo-RL's default
         self.formatted_ds = {"train": self.dataset, "validation": self.val_dataset}
-        self.task_spec = TaskDataSpec(self.task_name)
+        files = [None if name is None else find_prompt(name_prompt(name)) for name in (prompt_file, system_prompt_file)]
+        self.task_spec = TaskDataSpec(self.task_name, *files)
+
+    def _split(self, size: float, seed: int) -> None:
+        if self.val_dataset is not None:
+            raise ConfigError("data.split_validation_size", size, "has no meaning with val_data_path")
+        rows = self.dataset
+        kept, held_out = split_rows(len(rows), size, seed)
+        check_split("data", size, len(rows), len(held_out))
+        self.dataset, self.val_dataset = ([rows[index] for index in part] for part in (kept, held_out))
 
     def _read(self, path: str, **keys: Any) -> list[Row]:
         name = "jsonl" if path.endswith((".jsonl", ".json")) else "huggingface"
@@ -118,12 +138,22 @@ class ResponseDataset:
 
 
 def load_response_dataset(data_config: Mapping[str, Any], seed: int = 42) -> ResponseDataset:
-    """Return a dataset of NeMo-RL's `data` section; raises ConfigError for another name than ResponseDataset."""
+    """Return a dataset of NeMo-RL's `data` section, or of one in `data.train`; `seed` is that of its split.
+
+    Raises ConfigError for another name than ResponseDataset, and for a key that would not be read.
+    """
     name = data_config.get("dataset_name")
     if name != "ResponseDataset":
         problem = "in a run script only ResponseDataset; setup_response_data reads any dataset of the recipe"
         raise ConfigError("data.dataset_name", name, problem)
-    return ResponseDataset(**{key: value for key, value in data_config.items() if key != "dataset_name"})
+    known = inspect.signature(ResponseDataset).parameters
+    options: dict[str, Any] = {"seed": seed}
+    for key, value in data_config.items():
+        if key in known and value is not None:
+            options[key] = value
+        elif key not in (*known, *DATA_KEYS, *SCRIPT_KEYS) and value is not None:
+            raise ConfigError(f"data.{key}", value, "unknown key of a ResponseDataset in a run script", known=known)
+    return ResponseDataset(**options)
 
 
 def with_messages(row: Row, input_key: str, output_key: str) -> Row:
@@ -264,8 +294,7 @@ def open_datasets(recipe: dict[str, Any], tokenizer: Any, train: Any, validation
         found[VALIDATION] = _read_all(validation, tokenizer, num_needed)
     else:
         (recipe.get("checkpointing") or {}).update(metric_name=None)
-    kept = ("max_input_seq_length", "shuffle", "num_workers")
-    data = {key: value for key, value in (recipe.get("data") or {}).items() if key in kept}
+    data = {key: value for key, value in (recipe.get("data") or {}).items() if key in DATA_KEYS}
     sections = {name: {"dataset_name": name, "processor": name} for name in found}
     recipe["data"] = {**data, "disjoint": False, "train": sections[TRAIN], "validation": sections.get(VALIDATION)}
     _pass_text_through(recipe)

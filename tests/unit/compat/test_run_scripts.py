@@ -26,8 +26,10 @@ from nemo_rl.compat.run_scripts import (
 from nemo_rl.compat.script_data import TRAIN, AllTaskProcessedDataset, ResponseDataset, open_datasets, read_datum
 from nemo_rl.compat.script_environments import BuiltIn, MathEnvironment, open_environments
 from nemo_rl.config.registries import DATASETS, ENVIRONMENTS, PROCESSORS
+from nemo_rl.data.prompt_sets import split_rows
 from nemo_rl.errors import ConfigError
 from nemo_rl.quickstart.models import make_tokenizer
+from nemo_rl.recipes import find_prompt
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +171,30 @@ def test_rows_go_through_the_processor_of_their_task(tokenizer: Any, tmp_path: P
         {"ground_truth": "7"}, data.task_name, 1.0,
     )  # fmt: skip
     assert AllTaskProcessedDataset(rows, tokenizer, spec, processors, max_seq_length=3)[0]["loss_multiplier"] == 0.0
+
+
+def test_a_response_dataset_splits_and_has_its_prompts(tmp_path: Path) -> None:
+    path, prompt = tmp_path / "rows.jsonl", tmp_path / "prompt.txt"
+    path.write_text("".join(json.dumps({"input": str(index), "output": "7"}) + "\n" for index in range(40)))
+    prompt.write_text("Solve {}")
+    section = {"dataset_name": "ResponseDataset", "data_path": str(path), "env_name": "math", "subset": None}
+    files = {"prompt_file": "examples/prompts/cot.txt", "system_prompt_file": str(prompt)}
+    data = script_data.load_response_dataset({**section, **files, "split_validation_size": 0.05, "seed": 3})
+    kept, held_out = ([int(row["messages"][0]["content"]) for row in part or ()] for part in data.formatted_ds.values())
+    assert (kept, held_out) == split_rows(40, 0.05, 3)
+    assert len(held_out) == 2
+    assert data.task_spec.system_prompt == "Solve {}"
+    assert data.task_spec.prompt == find_prompt("prompts/cot.txt").read_text()
+    other = script_data.load_response_dataset({**section, "split_validation_size": 2}, seed=4)
+    assert [int(row["messages"][0]["content"]) for row in other.val_dataset or ()] == split_rows(40, 2, 4)[1]
+    for key, value, problem in (
+        ("split_validation_size", 40, "holds out 40 of 40 rows"),
+        ("split_validation_sise", 2, "unknown key of a ResponseDataset.*did you mean data.split_validation_size"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            script_data.load_response_dataset({**section, key: value})
+    with pytest.raises(TypeError, match="chat_key"):
+        ResponseDataset(str(path), chat_key="messages")  # pyright: ignore[reportCallIssue]
 
 
 def test_environments_of_a_script_become_entries() -> None:
