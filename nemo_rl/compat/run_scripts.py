@@ -24,7 +24,14 @@ from nemo_rl.compat.script_environments import name_environments, open_environme
 from nemo_rl.config import loading
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.overrides import apply_override
-from nemo_rl.config.recipe_files import RESOLVERS
+from nemo_rl.config.recipe_files import (
+    ENVIRONMENT,
+    RESOLVERS,
+    find_environment_values,
+    resolve_interpolations,
+    unresolve,
+)
+from nemo_rl.distributed.machine import write_private
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.recipe_commands import GRPO_JOB
 from nemo_rl.recipes import find_packaged, find_recipe
@@ -76,7 +83,7 @@ def load_config(config_path: str | Path) -> DictConfig:
     if is_default and (packaged := find_packaged(path.name)) is not None:
         logger.warning("%s is missing; using the packaged recipe %s", path, packaged.stem)
         path = packaged
-    return DictConfig(loading.read_raw(GRPORunConfig, find_recipe(path), ()))
+    return _conceal_environment(loading.read_raw(GRPORunConfig, find_recipe(path), ()))
 
 
 def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -84,6 +91,16 @@ def parse_hydra_overrides(config: DictConfig, overrides: Sequence[str]) -> DictC
     raw: Any = OmegaConf.to_container(config, resolve=False)
     for text in overrides:
         apply_override(raw, text)
+    return _conceal_environment(raw)
+
+
+def _conceal_environment(raw: dict[str, Any]) -> DictConfig:
+    """Return a recipe whose values from the environment are known, since scripts resolve it: `unresolve` names them."""
+    try:
+        resolved = resolve_interpolations(raw) if ENVIRONMENT in str(raw) else raw
+    except ConfigError:  # a script or an override sets a value later
+        resolved = raw
+    find_environment_values(raw, resolved)
     return DictConfig(raw)
 
 
@@ -219,7 +236,7 @@ def grpo_train(
             stack.enter_context(open_environments(recipe, tasks, task_to_env, val_task_to_env or {}))
         path = Path(recipe["logger"]["log_dir"]) / RECIPE_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+        write_private(path, yaml.safe_dump(unresolve(recipe, {}, escaped=True), sort_keys=False))
         code = run_command(GRPO_JOB.command("", path), ["--config", str(path)])
     if code != ExitCode.DONE:
         sys.exit(code)
@@ -228,7 +245,8 @@ def grpo_train(
 def _plain(value: Any) -> Any:
     """Return a configuration as plain mappings and lists."""
     if OmegaConf.is_config(value):
-        value = OmegaConf.to_container(value, resolve=True)
+        raw, value = (OmegaConf.to_container(value, resolve=is_resolved) for is_resolved in (False, True))
+        find_environment_values(raw, value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -11,19 +11,30 @@ import pytest
 from omegaconf import OmegaConf
 from torch.utils.data import IterableDataset
 
-from nemo_rl.compat import script_data, script_environments
+from nemo_rl import errors
+from nemo_rl.command_line import ExitCode
+from nemo_rl.compat import run_scripts, script_data, script_environments
 from nemo_rl.compat.data_types import TaskDataSpec
 from nemo_rl.compat.python_names import SCRIPT_NAMES
 from nemo_rl.compat.run_scripts import (
     OLD_RESULTS,
     RESULTS,
+    HandedOver,
     MasterConfig,
     get_tokenizer,
+    grpo_train,
     load_config,
     parse_hydra_overrides,
     setup,
 )
-from nemo_rl.compat.script_data import TRAIN, AllTaskProcessedDataset, ResponseDataset, open_datasets, read_datum
+from nemo_rl.compat.script_data import (
+    TRAIN,
+    AllTaskProcessedDataset,
+    RecipeData,
+    ResponseDataset,
+    open_datasets,
+    read_datum,
+)
 from nemo_rl.compat.script_environments import BuiltIn, MathEnvironment, open_environments
 from nemo_rl.config.registries import DATASETS, ENVIRONMENTS, PROCESSORS
 from nemo_rl.data.prompt_sets import split_rows
@@ -44,6 +55,10 @@ def recipe() -> dict[str, Any]:
         "data": {"shuffle": False, "dataset_name": "squad"},
         "checkpointing": {"metric_name": "val:accuracy"},
     }
+
+
+def to_container(config: Any) -> Any:
+    return OmegaConf.to_container(config, resolve=True)
 
 
 def datum(text: str, **values: Any) -> dict[str, Any]:
@@ -90,6 +105,34 @@ def test_only_nemo_rls_default_path_means_a_packaged_recipe(tmp_path: Path, capl
     default.parent.mkdir(parents=True)
     default.write_text("grpo: {num_prompts_per_step: 5}\n")
     assert load_config(default).grpo.num_prompts_per_step == 5
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: MasterConfig(**to_container(load_config(path))),
+        lambda path: to_container(parse_hydra_overrides(load_config(path), ["grpo.seed=5"])),
+        OmegaConf.load,
+    ],
+)
+def test_values_of_the_environment_are_written_as_the_recipe_has_them(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_interpolations", {})
+    monkeypatch.setattr(run_scripts, "run_command", lambda command, arguments: ExitCode.DONE)
+    monkeypatch.setenv("SCRIPT_KEY", "secret")
+    path = tmp_path / "mine.yaml"
+    keys = "key: '${oc.env:SCRIPT_KEY}', header: 'Bearer ${oc.env:SCRIPT_KEY}', text: 'costs \\${price}'"
+    path.write_text(f"grpo: {{seed: 1}}\nlogger: {{log_dir: '{tmp_path}', {keys}}}\n")
+    config, data = read(path), HandedOver("dataloader", RecipeData())
+    none = HandedOver("policy")
+    grpo_train(none, none, data, None, None, none, {}, None, none, none, None, config)
+    written = tmp_path / run_scripts.RECIPE_FILE
+    assert "secret" not in written.read_text()
+    assert written.stat().st_mode & 0o777 == 0o600
+    assert to_container(OmegaConf.load(written))["logger"] == {
+        "log_dir": str(tmp_path), "key": "secret", "header": "Bearer secret", "text": "costs ${price}",
+    }  # fmt: skip
 
 
 def test_setup_returns_what_the_release_returns() -> None:
