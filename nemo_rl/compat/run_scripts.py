@@ -9,6 +9,7 @@ import logging
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,8 +20,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_rl.command_line import ExitCode, run_command
-from nemo_rl.compat.script_data import PASS_THROUGH, RecipeData, open_datasets, open_processors
-from nemo_rl.compat.script_environments import name_environments, open_environments
+from nemo_rl.compat.script_data import PASS_THROUGH, RecipeData, check_origin, open_datasets, open_processors
+from nemo_rl.compat.script_environments import BuiltIn, name_environments, open_environments
 from nemo_rl.config import loading
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.overrides import apply_override
@@ -217,7 +218,7 @@ def grpo_train(
     val_dataloader: HandedOver | None,
     tokenizer: Any,
     loss_fn: HandedOver,
-    task_to_env: Mapping[str, Any],
+    task_to_env: Mapping[str, Any] | None,
     val_task_to_env: Mapping[str, Any] | None,
     logger: HandedOver,
     checkpointer: HandedOver,
@@ -230,16 +231,45 @@ def grpo_train(
     with ExitStack() as stack:
         name_environments(recipe)
         stack.enter_context(open_processors(recipe, tokenizer))
-        if not isinstance(dataloader.content, RecipeData):
-            held_out = None if val_dataloader is None else val_dataloader.content
-            tasks = stack.enter_context(open_datasets(recipe, tokenizer, dataloader.content, held_out))
-            stack.enter_context(open_environments(recipe, tasks, task_to_env, val_task_to_env or {}))
+        train, held_out = dataloader.content, None if val_dataloader is None else val_dataloader.content
+        environments = [one for one in (task_to_env, val_task_to_env) if one is not None]  # a defaultdict is empty
+        check_origin(train, held_out)
+        if isinstance(train, RecipeData):
+            _refuse_environments(recipe, *environments)
+        else:
+            tasks = stack.enter_context(open_datasets(recipe, tokenizer, train, held_out))
+            stack.enter_context(open_environments(recipe, tasks, *environments))
         path = Path(recipe["logger"]["log_dir"]) / RECIPE_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         write_private(path, yaml.safe_dump(unresolve(recipe, {}, escaped=True), sort_keys=False))
         code = run_command(GRPO_JOB.command("", path), ["--config", str(path)])
     if code != ExitCode.DONE:
         sys.exit(code)
+
+
+def _refuse_environments(recipe: Mapping[str, Any], *by_task: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an environment of the script beside the recipe's datasets, which name entries of `env`.
+
+    One that the script made from an entry of `env` is the recipe's; one of `setup` is made by the run.
+    """
+    sections = (recipe.get("env") or {}).items()
+    known = [{"type": name, **section} for name, section in sections if isinstance(section, Mapping)]
+    for task, environment in (item for environments in by_task for item in _list_environments(environments)):
+        if isinstance(environment, BuiltIn) and {**environment.section, "type": environment.type} in known:
+            continue
+        if isinstance(environment, HandedOver):
+            continue
+        problem = (
+            f"data of setup_response_data has the recipe's environments, so this {type(environment).__name__} is never "
+            "used; write env.<name>.type: <dotted path of its class> and data.default.env_name: <name>"
+        )
+        raise ConfigError("task_to_env", task, problem)
+
+
+def _list_environments(by_task: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from by_task.items()
+    if isinstance(by_task, defaultdict) and by_task.default_factory is not None:
+        yield "any task", by_task.default_factory()
 
 
 def _plain(value: Any) -> Any:

@@ -49,6 +49,20 @@ def setup_response_data(
     return (RecipeData(), RecipeData()) if env_configs is None else (RecipeData(), RecipeData(), {}, {})
 
 
+def check_origin(train: Any, validation: Any) -> None:
+    """Raise ConfigError if one of the datasets is the recipe's and the other the script's own.
+
+    The tokens of the script's are rendered already, so they need another chat template.
+    """
+    if validation is None or isinstance(train, RecipeData) == isinstance(validation, RecipeData):
+        return
+    key, field, own = "val_dataset", "validation", validation
+    if isinstance(validation, RecipeData):
+        key, field, own = "dataset", "train", train
+    problem = f"cannot be used beside data of setup_response_data; write it as data.{field}, or make both in the script"
+    raise ConfigError(key, type(own).__name__, problem)
+
+
 class AllTaskProcessedDataset:
     """Rows with the processors that make them prompts, by task or one for all."""
 

@@ -255,6 +255,58 @@ def test_environments_of_a_script_become_entries() -> None:
         pass
 
 
+def train_on(train: Any, validation: Any, environments: Any, log_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run `grpo_train` without the run itself; return the recipe that it writes."""
+    monkeypatch.setattr(run_scripts, "run_command", lambda command, arguments: ExitCode.DONE)
+    config = {**recipe(), "env": {"math": {"num_workers": 3}}, "logger": {"log_dir": str(log_dir)}}
+    loaders, none = (HandedOver("dataloader", train), HandedOver("val_dataloader", validation)), HandedOver("policy")
+    grpo_train(none, none, *loaders, None, none, environments, None, none, none, None, config)
+    return to_container(OmegaConf.load(log_dir / run_scripts.RECIPE_FILE))
+
+
+@pytest.mark.parametrize(
+    "by_task",
+    [
+        {},
+        None,
+        {"squad": MathEnvironment.options().remote({"num_workers": 3})},
+        {"nemo_gym": HandedOver("nemo_gym")},
+    ],
+)
+def test_data_of_the_recipe_has_its_environments(by_task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = train_on(RecipeData(), RecipeData(), by_task, tmp_path, monkeypatch)
+    assert (written["env"], written["data"]["dataset_name"]) == ({"math": {"num_workers": 3}}, "squad")
+
+
+@pytest.mark.parametrize(
+    ("by_task", "problem"),
+    [
+        ({"squad": object()}, r"task_to_env = 'squad': .* this object is never used; write env.<name>.type"),
+        (defaultdict(object), "task_to_env = 'any task'"),
+        ({"squad": MathEnvironment.options().remote({"num_workers": 4})}, "this BuiltIn is never used"),
+    ],
+)
+def test_environments_beside_data_of_the_recipe_are_refused(
+    by_task: Any, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        train_on(RecipeData(), None, by_task, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "problem"),
+    [
+        (RecipeData(), [datum("v")], "val_dataset = 'list': .*; write it as data.validation"),
+        ([datum("a")], RecipeData(), "dataset = 'list': .*; write it as data.train"),
+    ],
+)
+def test_datasets_of_script_and_recipe_are_not_mixed(
+    train: Any, validation: Any, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        train_on(train, validation, {}, tmp_path, monkeypatch)
+
+
 def test_registered_names_are_unique_and_reach_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_environments, "ENV_REGISTRY", {})
     monkeypatch.setattr(script_data, "PROCESSOR_REGISTRY", dict(script_data.PROCESSOR_REGISTRY))
