@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure, find_fault_problem
+from nemo_rl.environments.harness import HARNESS_FAILED, HARNESS_TIMEOUT
 from nemo_rl.environments.states import copy_state
 from nemo_rl.experience.agent_runtime import AgentRuntime
 from nemo_rl.experience.cancellation import cancel_all
@@ -199,12 +200,16 @@ class _AgentRollout:
 def _classify_outcome(outcome: AgentResult | Exception, finished: "FinishedSession") -> _AgentRunOutcome:
     """Return the outcome of an agent's run.
 
-    The failure of the session's last call tells whose fault an agent's exception is: an engine's failure is
-    infrastructure, and an agent that stops because no room is left is truncated like any other rollout.
+    The failure of the session's last call tells whose fault an agent's exception is, or a harness's bad end: an
+    engine's failure is infrastructure, and an agent that stops because no room is left is truncated like any other.
     """
+    last = finished.last_failure
+    kind = last.kind if last is not None else None
     if not isinstance(outcome, Exception):
-        return _AgentRunOutcome(outcome, Recording(finished.chains), finished.rewards)
-    kind = finished.last_failure.kind if finished.last_failure is not None else None
+        result: AgentResult | Failure = outcome
+        if kind is CallFailureKind.ENGINE and outcome.response_fault in (HARNESS_FAILED, HARNESS_TIMEOUT):
+            result = Failure(FailureClass.INFRA, f"{last.cause} ({outcome.response_fault})")
+        return _AgentRunOutcome(result, Recording(finished.chains), finished.rewards)
     ran_out_of_room = kind is CallFailureKind.CONTEXT_LENGTH and not isinstance(outcome, TimeoutError)
     if ran_out_of_room and finished.chains:
         return _AgentRunOutcome(AgentResult(), Recording(finished.chains, is_incomplete=True), finished.rewards)

@@ -15,7 +15,7 @@ from nemo_rl.environments.ecosystem.harbor import HarborAgent, HarborConfig, che
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import AgentResult, FailureClass, GenerationRequest, Prompt, Trajectory
 from tests.contracts.test_harbor import EXAMPLE, has_containers
-from tests.unit.experience.test_agents import HARNESS, SETTINGS, rollouts_of
+from tests.unit.experience.test_agents import HARNESS, SETTINGS, Say, rollouts_of
 
 pytestmark = pytest.mark.skipif(not has_containers(), reason="bubblewrap starts no container on this machine")
 
@@ -23,7 +23,13 @@ PYTHON = "/usr/bin/python3"
 WORK = 'word = open("word.txt").read(); open("answer.txt", "w").write(word.strip()[::-1])\n'
 
 
-def rollout(script: str, directory: Path = EXAMPLE / "spell-moon", count: int = 1, **keys: Any) -> Trajectory:
+def reply(request: GenerationRequest, text: str) -> str:
+    return "a reply"
+
+
+def rollout(
+    script: str, directory: Path = EXAMPLE / "spell-moon", count: int = 1, say: Say = reply, **keys: Any
+) -> Trajectory:
     """The trajectory of a harness that is this script."""
     command = [PYTHON, "-c", HARNESS + script, "{prompt}", "{workdir}"]
     agent = HarborAgent("harbor", HarborConfig.model_validate({"command": command, "files": [SETTINGS], **keys}))
@@ -32,9 +38,6 @@ def rollout(script: str, directory: Path = EXAMPLE / "spell-moon", count: int = 
         async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
             state: Mapping[str, Any] = {"task_directory": str(directory)}
             return await agent.run(replace(prompt, env_state=state), base_url, api_key)
-
-    def say(request: GenerationRequest, text: str) -> str:
-        return "a reply"
 
     return rollouts_of(InDirectory(), count, say=say)[-1]
 
@@ -83,6 +86,16 @@ def test_files_count_however_the_harness_ends(end: str, fault: str) -> None:
     timeout_s = 6.0 if fault == "harness_timeout" else 60.0
     trajectory = rollout(f'ask(settings["url"], "x")\n{WORK}{end}', timeout_s=timeout_s)
     assert (trajectory.failure, trajectory.rewards, trajectory.response_faults) == (None, {"harbor": 1.0}, (fault,))
+
+
+@pytest.mark.parametrize("num_answered", [0, 1])
+def test_a_harness_that_gives_up_on_a_failed_engine_earns_no_reward(num_answered: int) -> None:
+    answers = iter(["a reply"] * num_answered)
+    trajectory = rollout('ask(settings["url"], "x"); ask(settings["url"], "y")', say=lambda *_: next(answers, None))
+    assert trajectory.failure is not None
+    assert trajectory.failure.failure_class is FailureClass.INFRA
+    assert "it was made to fail" in trajectory.failure.cause
+    assert trajectory.rewards == {}
 
 
 def test_a_harness_that_ends_before_it_calls_the_policy_is_a_failure() -> None:
@@ -134,7 +147,7 @@ def test_a_harness_elsewhere_needs_its_directory(tmp_path: Path) -> None:
             state = {"task_directory": str(EXAMPLE / "spell-moon")}
             return await agent.run(replace(prompt, env_state=state), base_url, api_key)
 
-    (trajectory,) = rollouts_of(InDirectory(), say=lambda request, text: "a reply")
+    (trajectory,) = rollouts_of(InDirectory(), say=reply)
     assert (trajectory.failure, trajectory.rewards) == (None, {"harbor": 1.0})
 
 

@@ -40,7 +40,14 @@ from nemo_rl.data.row_sources import require_data_path
 from nemo_rl.data.rows import Row
 from nemo_rl.environments.ecosystem.chat_client import ChatClient, converse_with_tools
 from nemo_rl.environments.ecosystem.containers import Container
-from nemo_rl.environments.harness import Harness, HarnessConfig, check_harness, find_program
+from nemo_rl.environments.harness import (
+    HARNESS_FAILED,
+    HARNESS_TIMEOUT,
+    Harness,
+    HarnessConfig,
+    check_harness,
+    find_program,
+)
 from nemo_rl.environments.sandbox import temporary_directory, truncate_middle
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import AgentResult, Prompt
@@ -229,7 +236,7 @@ class HarborAgent:
             self._has_logged_failure = True
             log = "env.%s: a harness %s; further ones are counted as response faults alone. %s"
             logger.warning(log, self._name, ended, output.strip()[-2000:])
-        return "harness_timeout" if status is None else "harness_failed"
+        return HARNESS_TIMEOUT if status is None else HARNESS_FAILED
 
     async def _converse_in_time(
         self, prompt: Prompt, container: Container, base_url: str, api_key: str, timeout_s: float
