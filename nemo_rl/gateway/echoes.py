@@ -7,7 +7,7 @@ and weight versions.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,9 +118,10 @@ def resolve_claims(
     Raises UnknownEcho and LogprobMismatch.
     """
     calls: list[sessions.Node] = []  # last first
+    earlier: dict[sessions.Node, None] = {}  # calls that these continue, in order
     for claim in reversed(claims):
-        earlier = [node for call in calls for node in call.path()[:-1]]
         calls.append(_resolve_claim(claim, find(claim.echo), earlier))
+        earlier |= dict.fromkeys(calls[-1].path()[:-1])
     return tuple(reversed(calls))
 
 
@@ -131,16 +132,14 @@ def build_chains(calls: Sequence[sessions.Node]) -> tuple[sessions.Chain, ...]:
 
 
 def _resolve_claim(
-    claim: Claim, candidates: Sequence[sessions.Node], earlier: Sequence[sessions.Node]
+    claim: Claim, candidates: Sequence[sessions.Node], earlier: Collection[sessions.Node]
 ) -> sessions.Node:
     """Return the call with these log-probs; among several, one of `earlier`, one that was continued, or the last."""
     if not candidates:
         raise sessions.UnknownEcho(claim.echo)
-    for node in earlier:
-        if node in candidates or _is_claimed(node, claim):
-            candidates = (node,)
-            break
     same = [node for node in candidates if _logprobs_match(claim.logprobs, node.sampled.generation_logprobs or ())]
+    if continued := next((node for node in earlier if node in same or _is_claimed(node, claim)), None):
+        return continued
     if not same:
         raise LogprobMismatch(_describe_mismatch(claim.logprobs, candidates[-1].sampled.generation_logprobs or ()))
     return next((node for node in same if node.is_continued), same[-1])

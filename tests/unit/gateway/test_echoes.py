@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from nemo_rl.data.chat import flat_token_ids
-from nemo_rl.gateway.echoes import EchoedCallStore, build_chains
+from nemo_rl.gateway.echoes import Claim, EchoedCallStore, build_chains, resolve_claims
 from nemo_rl.gateway.sessions import Echo, UnknownEcho
 from nemo_rl.types import Message
 from tests.unit.gateway.engines import codec_of, completion_of, text_of, tokens_of
@@ -115,3 +117,22 @@ def test_a_forgotten_call_leaves_its_twin():
     assert not calls.find(echo)
     assert len(calls) == 0
     calls.forget(echo, first)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
+def test_equal_requests_whose_log_probs_differ_by_numerics_are_a_call_each(order):
+    calls, ids = calls_of(), tokens_of("qwen3", "4")
+    claims = []
+
+    def sample(messages, logprob, echo=None):
+        call = calls.begin(messages, echo=echo, num_known=len(messages) - 1)
+        completion = replace(completion_of(ids), logprobs=(logprob,) * len(ids))
+        calls.commit(call, completion, Message("assistant", "4"))
+        claims.append(Claim(Echo(call.prompt_token_ids, ids), completion.logprobs))
+
+    sample([HI], -0.5)
+    sample([HI], -0.5003)
+    sample([HI, Message("assistant", "4"), HI], -0.1, echo=claims[1].echo)
+    first, second, last = calls.find(claims[0].echo) + calls.find(claims[2].echo)
+    assert last.parent is second
+    assert resolve_claims([claims[i] for i in order], calls.find) == tuple((first, second, last)[i] for i in order)
