@@ -28,7 +28,10 @@ TASK = {PROMPT, PROMPT_FILE}  # placeholders that give a program its task
 OF_A_HARNESS = {*TASK, WORKDIR, HOME}
 PLACEHOLDERS = (*sorted(OF_A_HARNESS), "base_url", "api_key")
 PLACEHOLDER = re.compile(r"(?<![{$])\{([a-z_]+)\}(?!\})")  # neither Jinja's {{task}} nor a shell's ${name}
-SHELLS = {"sh", "bash", "dash", "zsh", "ksh"}
+SHELLS = {"sh", "bash", "dash", "ash", "zsh", "ksh", "mksh", "fish", "csh", "tcsh"}
+SHELLS |= {"su", "runuser", "script", "flock"}  # which start one with -c
+SCRIPT_OPTION = re.compile(r"-[A-Za-z]*c|--command\b")  # -c, -lc, -ce
+OPTION_WITH_VALUE = re.compile(r"[-+][A-Za-z]*[oO]")  # -o pipefail
 PROMPT_FILE_NAME = "prompt.txt"  # in the home
 OWN_VARIABLES = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}"}
 HARNESS_FAILED, HARNESS_TIMEOUT = "harness_failed", "harness_timeout"  # response faults of one that did not end well
@@ -104,12 +107,27 @@ def _check_has_no_task(key: str, section: HarnessConfig, templates: Sequence[tup
 
 
 def _check_shell(key: str, command: Sequence[str]) -> None:
-    for option, script in itertools.pairwise(command):
-        if option == "-c" and PROMPT in find_placeholders(script) and Path(command[0]).name in SHELLS:
+    for script in _find_scripts(command):
+        if PROMPT in find_placeholders(script):
             cure = """as in [sh, -c, 'program "$1"', sh, '{prompt}']"""
             raise ConfigError(
                 key, script, f"the shell would execute what a prompt says; pass it as an argument, {cure}"
             )
+
+
+def _find_scripts(command: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments that a shell would execute, and the options before them, whatever starts the shell."""
+    has_shell = has_ssh = expects_script = False
+    for previous, argument in itertools.pairwise(["", *command]):
+        if has_shell and SCRIPT_OPTION.match(argument):
+            expects_script = True
+        if expects_script or has_ssh:
+            yield argument
+        if not argument.startswith(("-", "+")) and not OPTION_WITH_VALUE.fullmatch(previous):
+            expects_script = False
+        name = Path(argument).name
+        has_shell |= name in SHELLS
+        has_ssh |= name == "ssh"  # a shell at the other end reads all of its arguments
 
 
 def _check_file(key: str, file: HarnessFile) -> None:

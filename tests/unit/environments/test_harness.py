@@ -147,9 +147,33 @@ def test_templates_that_cannot_be_filled_are_refused(keys: dict[str, Any], key: 
 
 
 @pytest.mark.parametrize(
+    "before",
+    [
+        "bash -lc",
+        "sh -ec",
+        "bash -ce",
+        "bash -c --",
+        "bash -c -o pipefail",
+        "bash -o pipefail -c",
+        "timeout 600 bash -c",
+        "env A=1 /bin/sh -c",
+        "xargs sh -c",
+        "su agent -c",
+        "ssh host",
+    ],
+)
+def test_no_shell_reads_a_prompt_however_it_is_started(before: str) -> None:
+    with pytest.raises(ConfigError, match="the shell would execute what a prompt says"):
+        check_harness("env.h", HarnessConfig(command=[*before.split(), "h '{prompt}'"]))
+
+
+@pytest.mark.parametrize(
     "keys",
     [
         {"command": ["sh", "-c", 'h "$1"', "sh", "{prompt}"]},
+        {"command": ["timeout", "9", "bash", "-o", "pipefail", "-ec", 'h "$1" | cat', "bash", "{prompt}"]},
+        {"command": ["sh", "run.sh", "{prompt}"]},
+        {"command": ["h", "-c", "{prompt}"]},
         {"command": ["awk", "{print}"]},
         {"command": ["h", "--url={base_url}"], "variables": {"A": "{api_key}"}},
         {"command": ["h", "{prompt_file}"], "files": [{"path": ".h/c.toml", "content": "{home} {{task}}"}]},
