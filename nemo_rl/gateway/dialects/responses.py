@@ -225,9 +225,7 @@ def _to_messages(items: str | list[Item], find_response: FindResponse) -> tuple[
         return (Message("user", items),)
     turns = Turns()
     for i, item in enumerate(items):
-        turns.add(
-            *item.read(f"input.{i}", find_response), begins=item.type == "reasoning"
-        )  # the first item of a response
+        turns.add(*item.read(f"input.{i}", find_response), begins=item.begins_response)
     return turns.messages()
 
 

@@ -12,15 +12,18 @@ from anthropic import AsyncAnthropic
 
 from nemo_rl.gateway.calls import CallDelta, ReasoningDelta, StreamStart, TextDelta
 from nemo_rl.gateway.codec import ReadingRules
+from nemo_rl.gateway.dialects.responses import Responses
 from nemo_rl.gateway.server import SESSION_HEADER, GatewayServer
 from nemo_rl.gateway.streaming import INTERVAL_S, ResponseStream, choose_interval_s, safe_length
-from nemo_rl.types import Completion, GenerationRequest
+from nemo_rl.types import Completion, GenerationRequest, Message, TextPart, ThinkingPart
 from tests.unit.gateway.engines import (
+    ADDRESS,
     CALL_TEXT,
     DEADLINE_S,
     TOOL,
     SpeakingGeneration,
     codec_of,
+    json_bytes,
     text_of,
     tokens_of,
 )
@@ -109,6 +112,14 @@ def test_a_reference_to_an_item_of_another_session_is_unknown() -> None:
                 await client.responses.create(model="m", input=items)
 
     serve(speaking(), use)
+
+
+def test_references_to_two_responses_are_two_messages() -> None:
+    responses = {f"resp_{i}": (ThinkingPart(f"on {i}"), TextPart(text)) for i, text in enumerate(("one", "two"))}
+    items: Any = [{"type": "item_reference", "id": f"{kind}_{i}"} for i in (0, 1) for kind in ("rs", "msg")]
+    body = json_bytes({"model": "m", "input": [HI, *items, HI]})
+    call = Responses().parse(body, ADDRESS, lambda name: Message("assistant", responses[name]))
+    assert [message.parts for message in call.messages[1:-1]] == list(responses.values())
 
 
 def test_tokens_are_counted_as_the_call_would_have_them():
