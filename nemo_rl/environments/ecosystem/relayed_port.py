@@ -69,11 +69,13 @@ class RelayedPort:
         assert task is not None
         self.num_connections += 1
         self._connections.add(task)
-        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
-            if len(self._connections) <= MAX_CONNECTIONS:
-                await self._relay(reader, writer)
-        writer.close()
-        self._connections.discard(task)
+        try:
+            with contextlib.suppress(OSError, asyncio.CancelledError):  # the connection's end, or no descriptor is left
+                if len(self._connections) <= MAX_CONNECTIONS:
+                    await self._relay(reader, writer)
+        finally:
+            writer.close()
+            self._connections.discard(task)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_gateway, to_gateway = await asyncio.open_connection(self._target.host, self._target.port)
