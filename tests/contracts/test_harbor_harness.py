@@ -172,6 +172,37 @@ def test_a_harness_elsewhere_needs_its_directory(tmp_path: Path) -> None:
     assert (trajectory.failure, trajectory.rewards) == (None, {"harbor": 1.0})
 
 
+def test_a_harness_that_the_path_finds_runs_by_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    shutil.copy(os.path.realpath(PYTHON), tmp_path / "bin" / "harness")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    program = ["harness", "-c", HARNESS + 'ask(settings["url"], "x")\n' + WORK, "{prompt}"]
+    trajectory = rollout("", command=program, mounts=[str(tmp_path / "bin")])
+    assert (trajectory.failure, trajectory.rewards) == (None, {"harbor": 1.0})
+
+
+def test_a_harness_that_is_a_link_needs_its_targets_directory(tmp_path: Path) -> None:
+    for name in ("bin", "opt"):
+        (tmp_path / name).mkdir()
+    target = tmp_path / "opt" / "harness"
+    shutil.copy(os.path.realpath(PYTHON), target)
+    (tmp_path / "bin" / "harness").symlink_to(target)
+    keys = {"command": [str(tmp_path / "bin" / "harness"), "{prompt}"], "mounts": [str(tmp_path / "bin")]}
+    with pytest.raises(ConfigError, match=f"no directory in it has the program {target}"):
+        HarborAgent("h", HarborConfig.model_validate(keys))
+    HarborAgent("h", HarborConfig.model_validate({**keys, "mounts": [str(tmp_path)]}))
+
+
+@pytest.mark.parametrize(
+    "keys", [{"files": [SETTINGS]}, {"variables": {"A": "b"}}, {"mounts": ["/opt"]}, {"inherited_variables": ["A"]}]
+)
+def test_keys_of_a_harness_without_one_are_refused(keys: dict[str, Any]) -> None:
+    config: Any = SimpleNamespace(gateway=SimpleNamespace(tool_parser="hermes"))
+    with pytest.raises(ConfigError, match="only with command") as caught:
+        check_harbor("env.h", HarborConfig.model_validate(keys), config)
+    assert caught.value.key == f"env.h.{next(iter(keys))}"
+
+
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [

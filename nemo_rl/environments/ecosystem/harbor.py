@@ -40,6 +40,7 @@ from nemo_rl.data.row_sources import require_data_path
 from nemo_rl.data.rows import Row
 from nemo_rl.environments.ecosystem.chat_client import ChatClient, converse_with_tools
 from nemo_rl.environments.ecosystem.containers import Container
+from nemo_rl.environments.ecosystem.relayed_port import interpreter_directories
 from nemo_rl.environments.harness import (
     HARNESS_FAILED,
     HARNESS_TIMEOUT,
@@ -129,7 +130,9 @@ def check_harbor(key: str, section: HarborConfig, config: RolloutRunConfig) -> N
             raise ConfigError(f"{key}.type", "harbor", f"bwrap did not start a container in {START_S:g} s") from error
     if tried.returncode:
         raise ConfigError(f"{key}.type", "harbor", f"bwrap cannot start a container: {tried.stderr.strip()[:300]}")
-    if section.command is not None:
+    if section.command is None:
+        _check_has_no_harness(key, section)
+    else:
         _check_contained_harness(key, section, section.command)
     check_agent_runner(key, section, config)
 
@@ -143,14 +146,24 @@ def _check_contained_harness(key: str, section: HarborConfig, command: Sequence[
         raise ConfigError(f"{key}.answer_file", section.answer_file, "a harness writes its files itself; allowed: null")
 
 
-def _check_installed(key: str, section: HarborConfig, command: Sequence[str]) -> None:
-    """Raise ConfigError for a harness or a directory that this machine or the container lacks."""
+def _check_has_no_harness(key: str, section: HarborConfig) -> None:
+    """Raise ConfigError for keys of a harness."""
+    for name in ("inherited_variables", "variables", "files", "mounts"):
+        if value := getattr(section, name):
+            raise ConfigError(f"{key}.{name}", value, "the tool bash does not use it; only with command")
+
+
+def _find_installed(key: str, section: HarborConfig, command: Sequence[str]) -> str:
+    """Return a harness's path; raises ConfigError for one or a directory that this machine or the container lacks."""
     for directory in section.mounts:
         if not os.path.isabs(directory) or not os.path.isdir(directory) or directory == "/":
             raise ConfigError(f"{key}.mounts", directory, "must be the absolute path of a directory other than /")
     program = find_program(key, command)
-    if not any(Path(program).is_relative_to(directory) for directory in ("/usr", "/bin", "/sbin", *section.mounts)):
-        raise ConfigError(f"{key}.mounts", section.mounts, f"no directory in it has the program {program}")
+    mounted = ("/usr", "/bin", "/sbin", *interpreter_directories(), *section.mounts)
+    for path, roots in ((program, mounted), (os.path.realpath(program), (*mounted, *map(os.path.realpath, mounted)))):
+        if not any(Path(path).is_relative_to(directory) for directory in roots):
+            raise ConfigError(f"{key}.mounts", section.mounts, f"no directory in it has the program {path}")
+    return program
 
 
 class HarborAgent:
@@ -162,8 +175,8 @@ class HarborAgent:
         self._section = section
         self._harness: Harness | None = None
         if section.command is not None:
-            _check_installed(f"env.{name}", section, section.command)
-            self._harness = Harness(section)
+            program = _find_installed(f"env.{name}", section, section.command)
+            self._harness = Harness(section.model_copy(update={"command": [program, *section.command[1:]]}))
         self._has_logged_failure = False
         self._sound: set[Path] = set()  # tasks whose tests gave a reward on their untouched files
 
