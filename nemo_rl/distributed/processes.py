@@ -58,6 +58,19 @@ def kill_children(pids: Collection[int]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def find_processes(variable: str, value: str) -> list[int]:
+    """Return the ids of the live processes that were started with this environment variable, even if orphaned."""
+    wanted = f"{variable}={value}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # ended, or of another user; a zombie has an empty environment
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
 def _read_status(pid: int) -> list[str]:
     """Return the fields of /proc/<pid>/stat from the state on; empty if the process does not exist."""
     try:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nemo_rl.data.messages import to_openai_message
+from nemo_rl.distributed.processes import find_processes
 from nemo_rl.environments.harness import OWN_VARIABLES, Harness, HarnessConfig, Places, fill
 from nemo_rl.environments.sandbox import temporary_directory
 from nemo_rl.experience.cancellation import cancel_all
@@ -29,6 +30,8 @@ from nemo_rl.types import AgentResult, Prompt
 
 INHERITED_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR")
 REPORT_VARIABLE = "NEMO_RL_REPORT_FD"
+RUN_VARIABLE = "NEMO_RL_AGENT_RUN"  # a run's id in the environment of each of its processes, to find them
+MAX_KILLS = 10  # times that the processes of a run are looked for: what they start meanwhile is found by the next
 KEY_BYTES = 32
 MAX_REPORT_BYTES = 256 * 1024  # more than a socket accepts in one write by default
 MAX_QUEUED_REPORTS = 1024  # read after the program has exited
@@ -40,7 +43,7 @@ class CommandError(Exception):
 
 
 class CommandAgent:
-    """One process per run, in a process group of its own, which is killed when the run ends in whatever way.
+    """One process per run, which is killed with all that it started when the run ends in whatever way.
 
     The program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment and one JSON object on its standard input:
     `prompt_id`, `messages`, `env_state`, `tools` and `report_key`. To report, it writes one JSON object, in a single
@@ -77,7 +80,7 @@ class CommandAgent:
 
 
 class HarnessAgent:
-    """One process per run of a harness, in a home and a working directory that are removed after it."""
+    """One process per run of a harness, in directories of its own that are removed after it."""
 
     def __init__(self, section: HarnessConfig) -> None:
         self._harness = Harness(section)
@@ -85,10 +88,11 @@ class HarnessAgent:
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
         with temporary_directory() as directory:
             places = Places(Path(directory) / "home", Path(directory) / "work")
-            places.home.mkdir()
-            places.workdir.mkdir()
+            temporary = Path(directory) / "tmp"
+            for made in (places.home, places.workdir, temporary):
+                made.mkdir()
             launch = self._harness.prepare(prompt, base_url, api_key, places)
-            environment = {**inherit(INHERITED_VARIABLES), **launch.environment}
+            environment = {**inherit(INHERITED_VARIABLES), "TMPDIR": str(temporary), **launch.environment}
             await run_program(launch.argv, environment, cwd=places.workdir, keeps_output=True)
         return AgentResult()
 
@@ -107,11 +111,12 @@ async def run_program(
     cwd: Path | None = None,
     keeps_output: bool = False,
 ) -> None:
-    """Run a program in a process group of its own, which is killed at its end; raises CommandError if it fails.
+    """Run a program and kill all that it started at its end; raises CommandError if it fails.
 
     `written` goes to its standard input, which else is empty. `keeps_output`: the error also has its standard output,
     which is where harnesses tell why they ended.
     """
+    run_id = secrets.token_hex(16)
     # A file, not a pipe: a child that outlives its program cannot hold its end open, and it is never full.
     with tempfile.TemporaryFile() as stderr:
         process = await asyncio.create_subprocess_exec(
@@ -120,7 +125,7 @@ async def run_program(
             stdout=stderr if keeps_output else subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=pass_fds,
-            env=environment,
+            env={**environment, RUN_VARIABLE: run_id},
             cwd=cwd,
             start_new_session=True,
         )
@@ -130,6 +135,7 @@ async def run_program(
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            _kill_run(run_id)
             await cancel_all((feeding,))
             if process.stdin is not None and not process.stdin.is_closing():  # a child may hold the other end
                 process.stdin.transport.abort()
@@ -138,6 +144,17 @@ async def run_program(
             reported = _read_tail(stderr).strip()
             last_line = reported.splitlines()[-1] if reported else "nothing on standard error"
             raise CommandError(f"exit status {status}: {last_line}\n{reported}")
+
+
+def _kill_run(run_id: str) -> None:
+    """Kill the processes of a run, those in sessions of their own included."""
+    for _ in range(MAX_KILLS):
+        pids = find_processes(RUN_VARIABLE, run_id)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            return
 
 
 class _Reports:

@@ -15,6 +15,7 @@ import aiohttp
 from omegaconf import OmegaConf
 
 from nemo_rl.distributed.machine import unused_port
+from nemo_rl.distributed.processes import find_processes
 from nemo_rl.environments.nemo_gym import supervisor
 from nemo_rl.environments.nemo_gym.configuration import collect_requirements, read_configuration
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
@@ -140,7 +141,7 @@ class GymStack:
             self._process.wait()
         deadline = time.monotonic() + supervisor.KILL_TIMEOUT_S
         while (
-            left := _find_stack_processes(self.stack_id)
+            left := find_processes(STACK_ID_VARIABLE, self.stack_id)
         ) and time.monotonic() < deadline:  # only if the supervisor was killed
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -182,16 +183,3 @@ def _spawn(python: GymPython, directory: Path, log_file: Path, stack_id: str) ->
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def _find_stack_processes(stack_id: str) -> list[int]:
-    """Return the ids of a stack's live processes, even if orphaned."""
-    wanted = f"{STACK_ID_VARIABLE}={stack_id}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):  # ended, or of another user; a zombie has an empty environment
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found

@@ -635,7 +635,7 @@ def test_a_command_inherits_the_variables_that_are_named_and_no_others(monkeypat
     monkeypatch.setenv("NAMED", "shown")
     agent = command(CALL + "report(reward=1, answer=sorted(os.environ))", inherited_variables=["NAMED", "UNSET"])
     seen = ast.literal_eval(rollout_of(agent).answer or "")
-    own = {"NAMED", "OPENAI_API_KEY", "OPENAI_BASE_URL", "NEMO_RL_REPORT_FD"}
+    own = {"NAMED", "OPENAI_API_KEY", "OPENAI_BASE_URL", "NEMO_RL_REPORT_FD", "NEMO_RL_AGENT_RUN"}
     assert own <= set(seen) <= own | {"PATH", "HOME", "LANG", "TMPDIR", "LC_CTYPE"}
 
 
@@ -713,6 +713,20 @@ ask(settings["url"], sys.argv[1])
     trajectory = rollout_of(harness(script), scorer=FakeEnvironment())
     assert (trajectory.failure, trajectory.rewards) == (None, {"length": 5.0})
     assert [m.message.content for m in trajectory.message_log] == ["question0", "hello"]
+
+
+def test_what_a_harness_leaves_behind_ends_and_is_removed(tmp_path: Path) -> None:
+    script = f"""
+import subprocess, tempfile
+ask(settings["url"], "x")
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(3600)"], start_new_session=True)
+left = tempfile.mkdtemp()
+Path({str(tmp_path / "left")!r}).write_text(json.dumps([child.pid, left]))
+"""
+    assert rollout_of(harness(script), scorer=FakeEnvironment()).failure is None
+    pid, left = json.loads((tmp_path / "left").read_text())
+    assert not Path(left).exists()
+    asyncio.run(asyncio.wait_for(eventually(lambda: not is_running(pid)), DEADLINE_S))
 
 
 def test_a_harness_that_is_not_installed_is_named() -> None:
