@@ -2,13 +2,14 @@
 
 Skipped, with the reason, where Gym's environment is not available: without a Python that the version installs on, uv,
 or a network to install from. The environment is the one that runs use, in the cache; the first test that asks creates
-it.
+it, within INSTALL_TIMEOUT_S, and no test of the session tries again what failed.
 """
 
 import contextlib
 import json
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -38,6 +39,7 @@ AGENTS = (REASONING_GYM, MCQA, TOOL_CALL, BLACKJACK)
 POLICY_API_KEY = "key-of-the-run"
 NUM_SERVERS = 24  # ports for them: an agent, its environment and in 0.7 its environment server each, and the model
 END_TIMEOUT_S = 60.0
+INSTALL_TIMEOUT_S = 400.0  # of the limit of a test that asks for the environment, 900 s
 
 
 @contextlib.contextmanager
@@ -111,9 +113,11 @@ def gym_environment(version: str = VERSIONS[0]) -> GymPython:
 def _environment(version: str) -> GymPython | str:
     if next(base_interpreters(version), None) is None:
         return f"no Python {'.'.join(map(str, min_python(version)))} or newer (scripts/python313 unpacks one)"
+    ends_at = time.monotonic() + INSTALL_TIMEOUT_S
     try:
-        site_packages = resolve_gym_python(None, version=version).site_packages
+        site_packages = resolve_gym_python(None, version=version, timeout_s=INSTALL_TIMEOUT_S).site_packages
         merged = read_configuration(CONFIG_PATHS, {}, site_packages, key="real_gym").merged
-        return resolve_gym_python(None, collect_requirements(merged, site_packages), version=version)
+        requirements = collect_requirements(merged, site_packages)
+        return resolve_gym_python(None, requirements, version=version, timeout_s=ends_at - time.monotonic())
     except ConfigError as error:
         return str(error)

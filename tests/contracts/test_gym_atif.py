@@ -3,8 +3,12 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.contracts.real_gym import gym_environment
 from tests.unit.collect.test_atif import exported
+
+pytestmark = pytest.mark.timeout(900)  # the first run of a machine installs NeMo Gym
 
 VERSION = "0.7.0"
 SCRIPT_TIMEOUT_S = 120.0

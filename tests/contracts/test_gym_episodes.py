@@ -19,7 +19,7 @@ from tests.contracts.real_gym import POLICY_API_KEY, example_rows, gym_environme
 from tests.fakes.gym_vocabulary import KINDS, STAGES
 from tests.unit.gateway.engines import SpeakingGeneration, started, tokens_of
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)  # the first run of a machine installs NeMo Gym
 
 VERSION = "0.7.0"
 HERE = Path(__file__).parent

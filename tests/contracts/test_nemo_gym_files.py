@@ -13,6 +13,8 @@ from nemo_rl.collect.profile import iter_task_rows, profile
 from tests.contracts.real_gym import gym_environment
 from tests.unit.collect.collections import collect_worked
 
+pytestmark = pytest.mark.timeout(900)  # the first run of a machine installs NeMo Gym
+
 PROFILE = """
 import json, sys
 from pathlib import Path

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_VERSION = "0.4.0"
 EXCLUDE_NEWER = "2026-11-15T00:00:00Z"  # ignores later releases, so that every machine installs the same
-CREATE_TIMEOUT_S = 1800.0  # for another process to create the same environment, or for one command
+CREATE_TIMEOUT_S = 1800.0  # the longest wait for an environment, that for another process that creates it included
 INSPECT_TIMEOUT_S = 60.0
 INSPECT_SCRIPT = """
 import importlib.metadata, json, sys, sysconfig
@@ -60,21 +60,24 @@ def resolve_gym_python(
     *,
     version: str | None = None,
     key: str = "env.nemo_gym.python",
+    timeout_s: float = CREATE_TIMEOUT_S,
 ) -> GymPython:
     """Return the interpreter at `path`, else that of the cached environment with these further requirements.
 
     `version` is that of nemo-gym in the cached environment, None for DEFAULT_VERSION. Blocks while the environment is
-    created. Raises ConfigError naming `key` for an unsuitable interpreter, or an environment that cannot be created.
+    created, at most `timeout_s`. Raises ConfigError naming `key` for an unsuitable interpreter, or an environment that
+    cannot be created.
     """
     if path is not None:
         return _check_interpreter(path, key)
     lines = sorted(set(requirements))
     directory = _environment(version, lines)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(directory.with_name(directory.name + ".lock"), key):
+    deadline = time.monotonic() + timeout_s
+    with _lock(directory.with_name(directory.name + ".lock"), key, deadline):
         found = _inspect(directory / "bin" / "python")
         if found is None:
-            _create_environment(directory, version or DEFAULT_VERSION, lines, key)
+            _create_environment(directory, version or DEFAULT_VERSION, lines, key, deadline)
             found = _inspect(directory / "bin" / "python")
     if found is None:
         raise ConfigError(key, None, f"the environment created in {directory} has no nemo-gym")
@@ -146,7 +149,7 @@ def _environment(version: str | None, requirements: Sequence[str]) -> Path:
     return cache_directory() / "nemo_gym" / f"{version or DEFAULT_VERSION}{suffix}"
 
 
-def _create_environment(directory: Path, version: str, requirements: Sequence[str], key: str) -> None:
+def _create_environment(directory: Path, version: str, requirements: Sequence[str], key: str, deadline: float) -> None:
     """Create the environment under another name, then rename it, so that it is complete. The caller holds its lock."""
     uv = find_uv()
     if uv is None:
@@ -158,23 +161,23 @@ def _create_environment(directory: Path, version: str, requirements: Sequence[st
     oldest = min_python(version)
     wanted = f">={'.'.join(map(str, oldest))},<3.{oldest[1] + 1}"
     base = next(base_interpreters(version), wanted)  # none found: uv looks for one, or downloads it
-    _run([uv, "venv", "--relocatable", "--python", base, str(temporary)], directory.parent, key)
+    _run([uv, "venv", "--relocatable", "--python", base, str(temporary)], directory.parent, key, deadline)
     requirements_file = directory.with_name(directory.name + ".txt")
     requirements_file.write_text("\n".join([f"nemo-gym=={version}", *requirements]) + "\n")
     python = str(temporary / "bin" / "python")
     newest = ["--exclude-newer", EXCLUDE_NEWER]
-    _run([uv, "pip", "install", "--python", python, *newest, "-r", str(requirements_file)], directory.parent, key)
+    install = [uv, "pip", "install", "--python", python, *newest, "-r", str(requirements_file)]
+    _run(install, directory.parent, key, deadline)
     temporary.rename(directory)
 
 
-def _run(command: Sequence[str], cwd: Path, key: str) -> None:
+def _run(command: Sequence[str], cwd: Path, key: str, deadline: float) -> None:
     """Run a command of uv, outside of any project directory, whose settings would apply."""
     excluded = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV_PROJECT_ENVIRONMENT")
     environment = {name: value for name, value in os.environ.items() if name not in excluded}
+    timeout_s = max(0.0, deadline - time.monotonic())
     try:
-        subprocess.run(
-            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=CREATE_TIMEOUT_S, check=True
-        )
+        subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s, check=True)
     except subprocess.CalledProcessError as error:
         stderr_tail = "; ".join(error.stderr.strip().splitlines()[-4:])
         problem = f"creating an environment with nemo-gym failed: {stderr_tail} (or give a Python that has it)"
@@ -184,9 +187,8 @@ def _run(command: Sequence[str], cwd: Path, key: str) -> None:
 
 
 @contextmanager
-def _lock(path: Path, key: str) -> Iterator[None]:
+def _lock(path: Path, key: str, deadline: float) -> Iterator[None]:
     """Hold a lock among the processes of this machine, released by the death of its holder."""
-    deadline = time.monotonic() + CREATE_TIMEOUT_S
     with path.open("w") as file:
         while True:
             try:
@@ -194,8 +196,6 @@ def _lock(path: Path, key: str) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise ConfigError(
-                        key, None, f"another process holds {path} for over {CREATE_TIMEOUT_S:g} s"
-                    ) from None
+                    raise ConfigError(key, None, f"another process still holds {path}") from None
                 time.sleep(0.2)
         yield

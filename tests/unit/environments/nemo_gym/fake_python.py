@@ -16,12 +16,14 @@ else
 fi
 """
 UV = """#!{real}
-import sys
+import sys, time
 from pathlib import Path
 Path({log!r}).open("a").write(" ".join(sys.argv[1:]) + "\\n")
 if sys.argv[1] == "venv":
     (Path(sys.argv[-1]) / "bin").mkdir(parents=True)
     (Path(sys.argv[-1]) / "bin" / "activate").touch()
+elif {hangs}:
+    time.sleep(60)
 elif {fails}:
     sys.exit("no such package\\nnobody has it")
 else:
@@ -39,10 +41,10 @@ def fake_environment(prefix: Path, *, minor: int = 12, micro: int = 18, gym: str
     return _script(prefix / "bin" / "python", _python(minor=minor, micro=micro, gym=gym))
 
 
-def fake_uv(directory: Path, *, fails: bool = False) -> Path:
-    """The log of a uv in `directory`, which makes environments as `fake_environment` does, or fails to."""
+def fake_uv(directory: Path, *, fails: bool = False, hangs: bool = False) -> Path:
+    """The log of a uv in `directory`, which makes environments as `fake_environment` does, fails to, or hangs."""
     log = directory / "uv.log"
-    _script(directory / "uv", UV.format(real=REAL, log=str(log), fails=fails, python=_python()))
+    _script(directory / "uv", UV.format(real=REAL, log=str(log), fails=fails, hangs=hangs, python=_python()))
     return log
 
 

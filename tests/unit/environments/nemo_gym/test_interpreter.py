@@ -1,5 +1,6 @@
 """The Python of a NeMo Gym stack: the user's own, or an environment in the cache."""
 
+import fcntl
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from nemo_rl.environments.nemo_gym import interpreter
 from nemo_rl.environments.nemo_gym.interpreter import base_interpreters, find_gym_python, resolve_gym_python
 from nemo_rl.errors import ConfigError
+from tests.contracts import real_gym
 from tests.unit.environments.nemo_gym.fake_python import fake_environment, fake_uv
 
 
@@ -80,6 +82,30 @@ def test_a_failed_installation_leaves_no_environment_and_says_why(bin_directory:
     assert not (tmp_path / "cache" / "nemo_gym" / "0.4.0").exists()
     fake_uv(bin_directory)
     assert resolve_gym_python(None).gym_version == "0.4.0"
+
+
+def test_an_installation_ends_in_its_time_and_so_does_the_wait_for_another(bin_directory: Path, tmp_path: Path) -> None:
+    fake_uv(bin_directory, hangs=True)
+    with pytest.raises(ConfigError, match=r"creating an environment with nemo-gym failed: .*timed out"):
+        resolve_gym_python(None, timeout_s=1.0)
+    with (tmp_path / "cache" / "nemo_gym" / "0.4.0.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process still holds"):
+            resolve_gym_python(None, timeout_s=0.1)
+
+
+def test_tests_of_real_servers_are_skipped_once_an_installation_was_too_slow(
+    bin_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = fake_uv(bin_directory, hangs=True)
+    (bin_directory / "python3.12").symlink_to(fake_environment(bin_directory / "base"))
+    monkeypatch.setattr(real_gym, "INSTALL_TIMEOUT_S", 1.0)
+    tried = []
+    for _ in range(2):
+        with pytest.raises(pytest.skip.Exception, match=r"NeMo Gym 0\.4\.1 is not available: .*timed out"):
+            real_gym.gym_environment("0.4.1")  # no other test's version
+        tried.append(log.read_text())
+    assert tried[0] == tried[1]
 
 
 def test_an_environment_that_has_lost_its_python_is_made_again(bin_directory: Path) -> None:
