@@ -1,7 +1,7 @@
 """Rollouts of rows by a real stack of NeMo Gym against a real gateway, whose engine says what a test scripts."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_rl.config.shared_sections import GatewayConfig
@@ -28,6 +28,7 @@ def run_rows(
     head_url: str,
     port: int,
     leaves_calls: bool = False,
+    progress: Callable[[Trajectory], None] | None = None,
     **section: Any,
 ) -> tuple[Trajectory, ...]:
     """Return one rollout per (agent, row), in order; no session may be left in the gateway.
@@ -58,7 +59,8 @@ def run_rows(
                 sent = {**row, "agent_ref": {"type": "responses_api_agents", "name": agent}}
                 prompt = Prompt(f"p{index}", "gym", (Message("user", "as Gym's"),), {"row": sent}, agent_name=agent)
                 jobs.append(RolloutJob(prompt, f"0:{index}", 0))
-            trajectories = await run_nemo_gym_rollouts(jobs, dependencies, RolloutOptions(the_rules.sampling, seed=3))
+            options = RolloutOptions(the_rules.sampling, seed=3, progress=progress)
+            trajectories = await run_nemo_gym_rollouts(jobs, dependencies, options)
             assert sum(manager.num_sessions) == 0
             assert leaves_calls or manager.num_echoed_calls == 0
             return trajectories

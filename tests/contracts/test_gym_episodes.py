@@ -68,14 +68,18 @@ SERVERS: dict[str, Any] = {
     "relay": relay("relayed"),
     "verified": {"responses_api_agents": {"simple_agent": agent("failing")}},
     "verification": {"environment_servers": {"single_agent_turn": turn("failing", "verified")}},
-    "reporting": failing("environment_servers", "environment.py", cleanup_timeout_seconds=1),
+    "reporting": failing(
+        "environment_servers",
+        "environment.py",
+        cleanup_timeout_seconds=1,
+        default_episode_timeout_seconds=EPISODE_TIMEOUT_S,
+    ),
     "limited": failing(
         "environment_servers",
         "environment.py",
         cleanup_timeout_seconds=1,
         max_concurrent_episodes=1,
         queue_timeout_seconds=QUEUE_TIMEOUT_S,
-        default_episode_timeout_seconds=EPISODE_TIMEOUT_S,
     ),
     "opaque": failing("responses_api_agents", "opaque_agent.py", token_id_capture=True, **agent(TOOL)),
     "opaque_relay": relay("opaque"),
@@ -180,7 +184,7 @@ def test_what_breaks_in_gyms_own_servers_is_a_failure_of_its_place(head_url: str
         ("verified", ask(fail="raise")),
         ("relayed", {"responses_create_params": {"input": 3}}),
         ("verified", {"responses_create_params": {"input": 3}}),
-        ("limited", ask(fail="hang")),
+        ("reporting", ask(fail="hang")),
     ]
     expected = [
         (FailureClass.ENVIRONMENT, "RuntimeError: not handled"),
@@ -197,14 +201,14 @@ def test_what_breaks_in_gyms_own_servers_is_a_failure_of_its_place(head_url: str
     assert [part in cause for (_, cause), (_, part) in zip(found, expected, strict=True)] == [True] * len(rows)
 
 
-def test_episodes_turned_away_at_admission_are_attempted_again(head_url: str, port: int) -> None:
-    """One runs until its timeout; the other is turned away until it is the last attempt, or the first has ended."""
-    found = failures_of([("limited", ask(fail="hang"))] * 2, head_url, port, max_retries=3, retry_backoff_s=0.1)
-    causes = sorted(cause for _, cause in found)
-    assert "Episode timed out" in causes[0] + causes[1]
-    assert (
-        "not accepted in 4 attempts (failed at stage admission: Episode admission timed out)" in causes[0] + causes[1]
-    )
+def test_episodes_turned_away_at_admission_are_attempted_again(head_url: str, port: int, tmp_path: Path) -> None:
+    """One runs until the other, which it keeps out, has been turned away for the last time."""
+    end = tmp_path / "end"
+    rows = [("limited", ask(fail={"wait_for": str(end)}))] * 2
+    how: dict[str, Any] = {"max_retries": 3, "retry_backoff_s": 0.1, "progress": lambda trajectory: end.touch()}
+    first, second = sorted((cause for _, cause in failures_of(rows, head_url, port, **how)), key=len)
+    assert "not handled" in first
+    assert "not accepted in 4 attempts (failed at stage admission: Episode admission timed out)" in second
 
 
 def speaks_of_weather(request: GenerationRequest, text: str) -> str:

@@ -4,10 +4,20 @@
 # pyright: reportMissingImports=false, reportCallIssue=false
 
 import asyncio
+import time
+from pathlib import Path
 
 from nemo_gym.base_environment_server import BaseEnvironmentServer, BaseEnvironmentServerConfig, HandledEpisodeError
 from nemo_gym.episode_types import EpisodeFailure
 from nemo_gym.single_agent_turn_types import SingleAgentTurnRequest, SingleAgentTurnResponse
+
+MAX_WAIT_S = 50.0  # less than a row may take
+
+
+def _wait_for(file: Path) -> None:
+    ends_at = time.monotonic() + MAX_WAIT_S
+    while not file.exists() and time.monotonic() < ends_at:
+        time.sleep(0.05)
 
 
 class FailingEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, SingleAgentTurnResponse]):
@@ -17,10 +27,12 @@ class FailingEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, Sin
 
     async def run(self, request, cleanup):
         failure = request.task.task_input.task_data["fail"]
-        if failure == "raise":
-            raise RuntimeError("not handled")
         if failure == "hang":
             await asyncio.Event().wait()
+        if "wait_for" in failure:
+            await asyncio.to_thread(_wait_for, Path(failure["wait_for"]))
+        if failure == "raise" or "wait_for" in failure:
+            raise RuntimeError("not handled")
         raise HandledEpisodeError(EpisodeFailure(**failure))
 
     async def aggregate_metrics(self, body=None):
