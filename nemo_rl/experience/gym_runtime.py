@@ -71,6 +71,10 @@ class ClaimingSessionProvider(SessionProvider, Protocol):
         """Return and forget the calls that Gym captured of a rollout; None if it captured none."""
         ...
 
+    def end_capture(self, rollout_id: str) -> None:
+        """Forget the calls that Gym captured in any attempt of a rollout that is over."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class GymRuntime:

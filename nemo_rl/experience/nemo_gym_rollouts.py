@@ -68,6 +68,7 @@ class _GymRollout:
         self._runtime = runtime
         self._options = options
         self._watchdog = watchdog
+        self._identity = RolloutIdentity(task_id=job.prompt.prompt_id)
 
     async def run(self) -> Trajectory:
         started_at = time.perf_counter()
@@ -80,6 +81,8 @@ class _GymRollout:
                 error_to_failure(error, FailureClass.INFRA, prefix="gateway"),
                 Recording(),
             )
+        finally:  # whether it failed, or was cancelled
+            self._runtime.sessions.end_capture(self._identity.rollout_id)
         total_s = time.perf_counter() - started_at
         timings = Timings(generation_s=total_s, total_s=total_s)  # how it is shared out is known to Gym alone
         selection = self._runtime.trajectory_selection
@@ -120,7 +123,7 @@ class _GymRollout:
         try:
             row = self._runtime.rows.prepare(prompt.env_state[GYM_ROW_KEY], handle.id)
             with self._watchdog.waiting_for(f"NeMo Gym's {prompt.agent_name}"):
-                return await self._runtime.client.run(prompt.agent_name, row, RolloutIdentity(task_id=prompt.prompt_id))
+                return await self._runtime.client.run(prompt.agent_name, row, self._identity)
         except GymStackEnded as error:
             raise RolloutError(f"NeMo Gym's stack is over: {error}") from error
         except GymError as error:

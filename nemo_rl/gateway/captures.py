@@ -120,6 +120,18 @@ class CaptureStore:
         self._forget(rollout_id)
         return snapshot
 
+    def end(self, rollout_id: str) -> None:
+        """Forget the records of a rollout that is over and of its further attempts, and refuse records still to come.
+
+        Further attempts have the rollout's id followed by "-a" and a number, as in nemo-gym 0.7.
+        """
+        for key, capture in self._captures.items():
+            if key == rollout_id or key.startswith(f"{rollout_id}-a"):
+                self._num_bytes -= capture.num_bytes
+                capture.records.clear()
+                capture.version += 1
+                capture.is_frozen = True
+
     def expire(self) -> None:
         """Forget rollouts that are past their time to live."""
         cutoff = self._clock() - self._ttl_s

@@ -145,6 +145,10 @@ class GatewayManager:
         """Return and forget what clients of `default_base_url` captured of a rollout; None if nothing."""
         return self._servers[0].captures.take(rollout_id)
 
+    def end_capture(self, rollout_id: str) -> None:
+        """Forget what clients of `default_base_url` captured of a rollout that is over, all attempts included."""
+        self._servers[0].captures.end(rollout_id)
+
     async def abandon(self, handle: SessionHandle) -> None:
         """Close a session and discard its record; does nothing if it has already ended."""
         with suppress(RequestError):

@@ -362,6 +362,45 @@ def test_a_rollout_whose_capture_is_not_whole_fails(losses: dict[str, Any], caus
     assert cause in trajectory.failure.cause
 
 
+@pytest.mark.parametrize(
+    ("script", "front"),
+    [
+        ({"status": 500}, "legacy_agent"),
+        (
+            {"failure": {"failure_kind": "judge_failed", "failure_reason": "away", "terminal": True}},
+            "single_agent_turn",
+        ),
+        ({"before": asyncio.Event().wait}, "legacy_agent"),  # until the deadline, or the end of the run
+    ],
+)
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_gym_captured_of_a_rollout_that_fails_or_is_cancelled_is_forgotten(
+    script: dict[str, Any], front: str, is_cancelled: bool
+) -> None:
+    async def body(setup: Setup) -> None:
+        store, identities = setup.manager._servers[0].captures, []
+        run = setup.client.run
+
+        async def captured_run(agent: str, row: Any, identity: Any) -> Any:
+            identities.append(identity)
+            for attempt in (0, 1):
+                store.put(identity.capture_key(attempt), "c0", b"{}")
+            return await run(agent, row, identity)
+
+        setup.client.run = captured_run  # type: ignore[method-assign]
+        running = asyncio.ensure_future(setup.run("one"))
+        if is_cancelled:
+            while not identities:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            running.cancel()
+        results = await asyncio.gather(running, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError) or results[0][0].failure is not None
+        (identity,) = identities
+        assert [store.read(identity.capture_key(attempt)).records for attempt in (0, 1)] == [(), ()]
+
+    use(body, script=scripted(**script), front=front, timeout_s=0.5)
+
+
 # ---- what goes wrong
 
 

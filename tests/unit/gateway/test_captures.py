@@ -89,3 +89,15 @@ def test_a_rollout_is_taken_once_with_all_that_was_captured() -> None:
     assert (taken.records, taken.is_incomplete) == ((b"12",), True)
     assert store.take("r") is None
     store.put("r", "a", b"34")  # its room is free again
+
+
+def test_a_rollout_that_is_over_gives_up_the_room_of_all_its_attempts() -> None:
+    store = store_of(max_bytes=4)
+    for rollout in ("r", "r-a1", "r2", "s"):
+        store.put(rollout, "a", b"1")
+    store.end("r")
+    assert [store.read(rollout).records for rollout in ("r", "r-a1", "r2", "s")] == [(), (), (b"1",), (b"1",)]
+    assert refused(store, "r-a1", "b", b"2") == "rollout_frozen"  # what was given up on still runs
+    store.put("next", "a", b"34")
+    assert refused(store, "next", "b", b"5") == "over_capacity"
+    store.end("unknown")
