@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -191,21 +192,34 @@ def import_nemo_gym(rollouts: Path, directory: Path) -> RolloutStore:
     keys = KeySpace(tasks.num_tasks, repeats)
     identity = {"data": tasks.digest, "config": {NEMO_GYM: rollouts.name}, "model": None}
     with RolloutStore.open(directory, seed=0, keys=keys, identity=identity, max_attempts=MAX_ATTEMPTS) as store:
-        is_first = not store.files.failures.stat().st_size
-        if files.failures.exists() and is_first:
+        failures = _FailureImport(store)
+        if files.failures.exists():
             for row in read_jsonl(files.failures):
-                store.append_failure(_require_known_key(row, files.failures, keys), _convert_failure(row))
+                failures.add(_require_known_key(row, files.failures, keys), row)
         for row in read_jsonl(rollouts):
             key = _require_known_key(row, rollouts, keys)
             # releases before 0.7 have no failure_kind, and their masks do not say that a reward is invalid
             if find_row_failure(row, mask_is_failure="failure_kind" in row):
-                if is_first:
-                    store.append_failure(key, _convert_failure(row))
+                failures.add(key, row)
             elif not store.is_finished(key):
                 store.append(key, _convert_row(row))
         if not store.num_missing:
             store.finish()
     return store
+
+
+class _FailureImport:
+    """Adds the failed attempts of Gym's files, in their order, that a store does not have yet."""
+
+    def __init__(self, store: RolloutStore) -> None:
+        self._store = store
+        self._num_read: Counter[RolloutKey] = Counter()
+
+    def add(self, key: RolloutKey, row: Row) -> None:
+        """Add the next attempt of a rollout, unless an earlier import did, or the rollout is finished."""
+        self._num_read[key] += 1
+        if not self._store.is_finished(key) and self._num_read[key] > self._store.num_attempts(key):
+            self._store.append_failure(key, _convert_failure(row))
 
 
 def _read_tasks(path: Path) -> Iterator[Task]:

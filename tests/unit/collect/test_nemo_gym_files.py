@@ -136,6 +136,35 @@ def test_what_gym_masked_or_marked_as_failed_is_no_rollout(gyms, tmp_path):
     ]
 
 
+def test_a_second_import_adds_failures_that_are_new_or_that_a_killed_one_left_out(gyms, tmp_path):
+    masked = {"mask_sample": True, "failure_kind": "judge_failed", "failure_reason": "away"}
+    write(gyms, [{**reply(0, 0, 0.0, 5), **masked}])
+    import_nemo_gym(gyms, tmp_path / "c")
+    stored = tmp_path / "c" / "rollouts-rs0_failures.jsonl"
+    at_first = stored.read_text()
+    stored.write_text(at_first.splitlines(keepends=True)[0])  # as far as a killed import came
+    import_nemo_gym(gyms, tmp_path / "c")
+    assert stored.read_text() == at_first
+    twice = [{**reply(0, 1, 0.0, 5), **masked}] * 2
+    write(gyms, [{**reply(0, 0, 0.0, 5), **masked}, *twice])
+    for _ in range(2):
+        store = import_nemo_gym(gyms, tmp_path / "c")
+        assert stored.read_text().startswith(at_first)
+        assert [row["attempt"] for row in rows(stored)] == [1, 1, 1, 2]
+    assert (store.num_finished, store.num_missing) == (0, 4)
+
+
+def test_a_masked_row_of_a_rollout_that_has_a_valid_one_changes_nothing(gyms, tmp_path):
+    valid = reply(0, 0, 1.0, 5)
+    masked = {**reply(0, 0, 0.0, 5), "mask_sample": True, "failure_kind": "judge_failed"}
+    write(gyms, [valid, masked])
+    for _ in range(2):
+        store = import_nemo_gym(gyms, tmp_path / "c")
+    (row,) = rows(store.files.rollouts)
+    assert row["reward"] == 1.0
+    assert len(rows(store.files.failures)) == 1  # of run_failures.jsonl
+
+
 def test_without_usage_the_token_ids_are_counted(gyms, tmp_path):
     bare = reply(0, 0, 1.0, 0)
     bare["response"] |= {"usage": None, "output": [{"generation_token_ids": [1, 2]}, {}, {"generation_token_ids": [3]}]}
