@@ -16,13 +16,12 @@ from nemo_rl.collect.table import CollectionManifest, read_manifest
 from nemo_rl.data.nemo_gym_dataset import NEMO_GYM
 from nemo_rl.data.rows import read_jsonl
 from nemo_rl.environments.nemo_gym.failures import find_row_failure
-from nemo_rl.environments.nemo_gym.reply import find_answer
+from nemo_rl.environments.nemo_gym.reply import ANSWER_FIELDS, find_answer
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Failure, FailureClass, StopReason
 
 TASK_INDEX = "_ng_task_index"
 ROLLOUT_INDEX = "_ng_rollout_index"
-ANSWER = "extracted_answer"  # field of a written rollout's answer
 FAILURE_CLASS = "_ng_failure_class"
 AGENT = "agent_ref"
 KEY_FIELDS = frozenset({TASK_INDEX, ROLLOUT_INDEX})
@@ -136,7 +135,8 @@ def _gym_rollout(row: Row, task: Task) -> Row:
         "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
         "usage": {"input_tokens": total - generated, "output_tokens": generated, "total_tokens": total},
     }
-    answer = {} if row.get("answer") is None else {ANSWER: row["answer"]}
+    # each of Gym's environments reads one of these, and a collection does not tell which
+    answer = {} if row.get("answer") is None else dict.fromkeys(ANSWER_FIELDS, row["answer"])
     return {PARAMETERS: parameters, RESPONSE: response, "reward": row["reward"], **answer, AGENT: task_input[AGENT]}
 
 

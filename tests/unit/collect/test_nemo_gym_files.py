@@ -241,7 +241,7 @@ def test_half_a_surrogate_pair_is_replaced_since_gyms_reader_would_refuse_the_fi
     assert rows(files.inputs)[0]["question"] == "1 + \ufffd"
     (row,) = rows(files.rollouts)
     assert row["responses_create_params"]["input"][0]["content"] == "\ufffd 😀"
-    assert row["extracted_answer"] == "2"
+    assert row["extracted_answer"] == row["extracted_model_code"] == "2"
 
 
 def test_a_collection_without_its_input_cannot_be_exported(tmp_path):
