@@ -393,8 +393,8 @@ def test_what_gym_captured_of_a_rollout_that_fails_or_is_cancelled_is_forgotten(
             while not identities:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             running.cancel()
-        results = await asyncio.gather(running, return_exceptions=True)
-        assert isinstance(results[0], asyncio.CancelledError) or results[0][0].failure is not None
+        await asyncio.wait([running])
+        assert running.cancelled() or running.result()[0].failure is not None
         (identity,) = identities
         assert [store.read(identity.capture_key(attempt)).records for attempt in (0, 1)] == [(), ()]
 
