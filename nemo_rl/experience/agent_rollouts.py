@@ -207,7 +207,7 @@ def _classify_outcome(outcome: AgentResult | Exception, finished: "FinishedSessi
     kind = last.kind if last is not None else None
     if not isinstance(outcome, Exception):
         result: AgentResult | Failure = outcome
-        if kind is CallFailureKind.ENGINE and outcome.response_fault in (HARNESS_FAILED, HARNESS_TIMEOUT):
+        if last and kind is CallFailureKind.ENGINE and outcome.response_fault in (HARNESS_FAILED, HARNESS_TIMEOUT):
             result = Failure(FailureClass.INFRA, f"{last.cause} ({outcome.response_fault})")
         return _AgentRunOutcome(result, Recording(finished.chains), finished.rewards)
     ran_out_of_room = kind is CallFailureKind.CONTEXT_LENGTH and not isinstance(outcome, TimeoutError)
