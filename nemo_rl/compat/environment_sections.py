@@ -32,7 +32,8 @@ def translate_environments(config: dict[str, Any], report: Report) -> None:
     environments, data = config.get("env"), config.get("data")
     if not isinstance(environments, dict):
         return
-    used = {one.get("env_name") for one in dataset_sections(data)} if isinstance(data, dict) else set()
+    named = [one.get("env_name") for one in dataset_sections(data)] if isinstance(data, dict) else []
+    used = {name for name in named if isinstance(name, str | None)}  # others are refused by the schema
     for name, section in list(environments.items()):
         if not isinstance(section, dict):
             continue

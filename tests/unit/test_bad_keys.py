@@ -96,6 +96,8 @@ def walk(section: type[Section], prefix: str = "", entries: tuple[tuple[str, obj
         owner = next(cls for cls in section.__mro__ if name in vars(cls).get("__annotations__", {}))
         yield Key(key := f"{prefix}{name}", info, owner, entries)
         if (kind := kind_of_field(info)) is None:
+            if not any(is_section(one) or get_origin(one) is dict for one in members(info.annotation)):
+                continue  # a list of sections: its keys have an index
             for inner in sections_in(info.annotation):
                 below = ".x" if any(get_origin(one) is dict for one in members(info.annotation)) else ""
                 yield from walk(inner, f"{key}{below}.", entries)

@@ -6,6 +6,7 @@
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 from nemo_gym.base_environment_server import BaseEnvironmentServer, BaseEnvironmentServerConfig, HandledEpisodeError
 from nemo_gym.episode_types import EpisodeFailure
@@ -26,7 +27,7 @@ class FailingEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, Sin
     response_model = SingleAgentTurnResponse
 
     async def run(self, request, cleanup):
-        failure = request.task.task_input.task_data["fail"]
+        failure: Any = request.task.task_input.task_data["fail"]
         if failure == "hang":
             await asyncio.Event().wait()
         if "wait_for" in failure:
