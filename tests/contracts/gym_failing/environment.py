@@ -28,11 +28,12 @@ class FailingEnvironmentServer(BaseEnvironmentServer[SingleAgentTurnRequest, Sin
 
     async def run(self, request, cleanup):
         failure: Any = request.task.task_input.task_data["fail"]
+        wait_for = None if isinstance(failure, str) else failure.get("wait_for")
         if failure == "hang":
             await asyncio.Event().wait()
-        if "wait_for" in failure:
-            await asyncio.to_thread(_wait_for, Path(failure["wait_for"]))
-        if failure == "raise" or "wait_for" in failure:
+        if wait_for is not None:
+            await asyncio.to_thread(_wait_for, Path(wait_for))
+        if failure == "raise" or wait_for is not None:
             raise RuntimeError("not handled")
         raise HandledEpisodeError(EpisodeFailure(**failure))
 
