@@ -284,9 +284,8 @@ def _resolve_with_omegaconf(raw: dict[str, Any], recipe: Path | None) -> dict[st
     from omegaconf import OmegaConf  # here: it takes a tenth of a second
     from omegaconf.errors import OmegaConfBaseException
 
-    for name, resolver in RESOLVERS.items():
-        if not OmegaConf.has_resolver(name):
-            OmegaConf.register_new_resolver(name, resolver)
+    for name, resolver in RESOLVERS.items():  # of other code in this process there may be others of these names
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
     try:
         return OmegaConf.to_container(OmegaConf.create(raw), resolve=True, throw_on_missing=True)  # pyright: ignore
     except OmegaConfBaseException as error:
