@@ -27,8 +27,8 @@ from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.overrides import apply_override
 from nemo_rl.config.recipe_files import (
     ENVIRONMENT,
-    RESOLVERS,
     find_environment_values,
+    register_resolvers,
     resolve_interpolations,
     unresolve,
 )
@@ -107,8 +107,7 @@ def _conceal_environment(raw: dict[str, Any]) -> DictConfig:
 
 def register_omegaconf_resolvers() -> None:
     """Make `mul` and the other resolvers of recipes known to OmegaConf."""
-    for name, resolver in RESOLVERS.items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    register_resolvers()
 
 
 def get_next_experiment_dir(base_log_dir: str) -> str:

@@ -280,12 +280,19 @@ def _number(argument: str, root: dict[str, Any], readers: tuple[str, ...]) -> in
     return value
 
 
-def _resolve_with_omegaconf(raw: dict[str, Any], recipe: Path | None) -> dict[str, Any]:
+def register_resolvers() -> None:
+    """Make the RESOLVERS known to OmegaConf, in place of those that other code of this process has registered."""
     from omegaconf import OmegaConf  # here: it takes a tenth of a second
+
+    for name, resolver in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def _resolve_with_omegaconf(raw: dict[str, Any], recipe: Path | None) -> dict[str, Any]:
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    for name, resolver in RESOLVERS.items():  # of other code in this process there may be others of these names
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    register_resolvers()
     try:
         return OmegaConf.to_container(OmegaConf.create(raw), resolve=True, throw_on_missing=True)  # pyright: ignore
     except OmegaConfBaseException as error:

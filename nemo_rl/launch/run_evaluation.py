@@ -56,9 +56,7 @@ def evaluation_recipe(trained: TrainedModel) -> dict[str, Any]:
         **shared,
         "eval": {
             "num_tests_per_prompt": algorithm["val_num_generations_per_prompt"],
-            "limit": None
-            if len(data["input"]) > 1
-            else algorithm["max_val_samples"],  # a run's limit is that of each set
+            "limit": algorithm["max_val_samples"] if len(data["input"]) == 1 else None,  # a run's is that of each set
             "max_rollout_turns": algorithm["max_rollout_turns"],
             "seed": algorithm["seed"],
         },

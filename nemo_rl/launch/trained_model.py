@@ -90,7 +90,7 @@ def _choose(path: Path, step: int | None) -> Path:
     """Return the checkpoint of `step`, or the best one, of a run or of a directory of checkpoints."""
     config = _read_config(path) if (path / CONFIG_FILE).is_file() else {}
     section = _checkpointing(config, path)
-    directory = Path(_resolve(section.checkpoint_dir) or path / CHECKPOINTS) if config else path
+    directory = _checkpoint_directory(section, path) if config else path
     store = CheckpointStore(section, directory)
     found = {checkpoint.step: checkpoint.path for checkpoint in store.checkpoints()}
     if not found:
@@ -126,12 +126,11 @@ def _base_model(config: Mapping[str, Any]) -> object:
     return policy.get("model_name") if isinstance(policy, Mapping) else None
 
 
-def _resolve(directory: str | None) -> str | None:
-    """Return a directory with the environment variables that its text refers to."""
-    return (
-        directory
-        and resolve_interpolations({"checkpointing.checkpoint_dir": directory})["checkpointing.checkpoint_dir"]
-    )
+def _checkpoint_directory(section: CheckpointingConfig, run_dir: Path) -> Path:
+    """Return the directory of a run's checkpoints; its text may refer to environment variables."""
+    if not section.checkpoint_dir:
+        return run_dir / CHECKPOINTS
+    return Path(resolve_interpolations({"checkpoint_dir": section.checkpoint_dir})["checkpoint_dir"])
 
 
 def _run_directory(checkpoint: Path, named: Path) -> Path | None:
