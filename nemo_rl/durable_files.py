@@ -1,4 +1,4 @@
-"""Files that outlive a run: directories that one process writes at a time, and lines that are whole or absent."""
+"""Files that outlive a run: written by one process at a time, and complete or absent after a kill."""
 
 import contextlib
 import fcntl
@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import socket
 import sys
 import time
@@ -51,6 +52,19 @@ def hold_directory(
         yield
     finally:
         close(descriptor)
+
+
+@contextlib.contextmanager
+def complete_or_absent(directory: Path) -> Iterator[Path]:
+    """Yield a new directory beside `directory` that gets its name after the block; an error removes it."""
+    draft = directory.parent / f".{directory.name}.{os.getpid()}.tmp"
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        os.rename(draft, directory)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 def try_lock(descriptor: int, path: Path) -> bool:

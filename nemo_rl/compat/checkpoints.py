@@ -5,8 +5,6 @@ configuration and the tokenizer.
 """
 
 import re
-import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +22,7 @@ from nemo_rl.compat.checkpoint_tensors import (
     SavedTensors,
 )
 from nemo_rl.config.recipe_files import at
+from nemo_rl.durable_files import complete_or_absent
 from nemo_rl.errors import CheckpointError, ConfigError, describe_error
 from nemo_rl.policy.hf_model import empty_model, tied_names
 from nemo_rl.policy.megatron.mapping import VocabularyRows, Weight, iter_model_weights
@@ -62,15 +61,10 @@ def convert(checkpoint: Path, output: Path, *, model_name: str | None = None) ->
     tensors = dict(names)
     precision = at(recipe, ["policy", "precision"])
     dtype = precision if isinstance(precision, str) else str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    written = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
+    with complete_or_absent(output) as written:
         save_weights(tensors, model, written, config_dtype=dtype)
         _save_tokenizer(_find_tokenizer(step, recipe, model_name), written)
         written.chmod(0o755)
-        written.rename(output)
-    finally:
-        shutil.rmtree(written, ignore_errors=True)
     return len(tensors)
 
 

@@ -2,11 +2,8 @@
 
 import argparse
 import json
-import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from nemo_rl.command_line import Command, ExitCode, path_argument
+from nemo_rl.durable_files import complete_or_absent
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.trained_model import TrainedModel, add_model_arguments, chosen_model
 from nemo_rl.observability.console import check_writable, configure_logging
@@ -35,7 +33,7 @@ def export(trained: TrainedModel, directory: Path, *, dtype: str | None = None) 
     if directory.exists():
         raise ConfigError("--to", str(directory), "exists already; expected a directory that can be created")
     wanted = dtype or str(trained.policy.get("precision", "float32"))
-    with _complete_or_absent(directory) as draft:
+    with complete_or_absent(directory) as draft:
         for file in sorted(file for file in trained.weights.iterdir() if file.is_file() and not file.is_symlink()):
             if file.suffix == ".safetensors":
                 _convert_file(file, draft / file.name, DTYPES[wanted])
@@ -45,19 +43,6 @@ def export(trained: TrainedModel, directory: Path, *, dtype: str | None = None) 
         (draft / RECIPE_FILE).write_text(format_recipe(trained), encoding="utf-8")
         (draft / CARD_FILE).write_text(format_card(trained, directory.name), encoding="utf-8")
     return directory
-
-
-@contextmanager
-def _complete_or_absent(directory: Path) -> Iterator[Path]:
-    """Yield a directory beside `directory` that gets its name after the block; an error removes it."""
-    draft = directory.parent / f".{directory.name}.{os.getpid()}.tmp"
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        os.rename(draft, directory)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def _convert_file(source: Path, target: Path, dtype: torch.dtype) -> None:
