@@ -6,7 +6,6 @@ container with a task's files.
 """
 
 import difflib
-import itertools
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from pydantic import Field
 
 from nemo_rl.config.environment import AgentRunnerConfig
 from nemo_rl.config.kinds import Section
+from nemo_rl.environments.code_arguments import find_code
 from nemo_rl.errors import ConfigError
 from nemo_rl.types import Prompt
 
@@ -28,10 +28,6 @@ TASK = {PROMPT, PROMPT_FILE}  # placeholders that give a program its task
 OF_A_HARNESS = {*TASK, WORKDIR, HOME}
 PLACEHOLDERS = (*sorted(OF_A_HARNESS), "base_url", "api_key")
 PLACEHOLDER = re.compile(r"(?<![{$])\{([a-z_]+)\}(?!\})")  # neither Jinja's {{task}} nor a shell's ${name}
-SHELLS = {"sh", "bash", "dash", "ash", "zsh", "ksh", "mksh", "fish", "csh", "tcsh"}
-SHELLS |= {"su", "runuser", "script", "flock"}  # which start one with -c
-SCRIPT_OPTION = re.compile(r"-[A-Za-z]*c|--command\b")  # -c, -lc, -ce
-OPTION_WITH_VALUE = re.compile(r"[-+][A-Za-z]*[oO]")  # -o pipefail
 PROMPT_FILE_NAME = "prompt.txt"  # in the home
 OWN_VARIABLES = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}"}
 HARNESS_FAILED, HARNESS_TIMEOUT = "harness_failed", "harness_timeout"  # response faults of one that did not end well
@@ -77,7 +73,7 @@ def find_placeholders(text: str) -> list[str]:
 
 
 def check_harness(key: str, section: HarnessConfig) -> None:
-    """Raise ConfigError for templates that cannot be filled in, and for those by which a shell would read a prompt."""
+    """Raise ConfigError for templates that cannot be filled in, and for those by which a prompt would be executed."""
     templates = [(f"{key}.command", text) for text in section.command or ()]
     templates += [(f"{key}.variables.{name}", text) for name, text in section.variables.items()]
     contents = [(f"{key}.files.{i}.content", str(file.content)) for i, file in enumerate(section.files)]
@@ -91,7 +87,7 @@ def check_harness(key: str, section: HarnessConfig) -> None:
     for i, file in enumerate(section.files):
         _check_file(f"{key}.files.{i}", file)
     if section.is_harness:
-        _check_shell(f"{key}.command", section.command or ())
+        _check_code(f"{key}.command", section.command or ())
     else:
         _check_has_no_task(key, section, templates)
 
@@ -106,28 +102,10 @@ def _check_has_no_task(key: str, section: HarnessConfig, templates: Sequence[tup
             raise ConfigError(where, text, problem)
 
 
-def _check_shell(key: str, command: Sequence[str]) -> None:
-    for script in _find_scripts(command):
-        if PROMPT in find_placeholders(script):
-            cure = """as in [sh, -c, 'program "$1"', sh, '{prompt}']"""
-            raise ConfigError(
-                key, script, f"the shell would execute what a prompt says; pass it as an argument, {cure}"
-            )
-
-
-def _find_scripts(command: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments that a shell would execute, and the options before them, whatever starts the shell."""
-    has_shell = has_ssh = expects_script = False
-    for previous, argument in itertools.pairwise(["", *command]):
-        if has_shell and SCRIPT_OPTION.match(argument):
-            expects_script = True
-        if expects_script or has_ssh:
-            yield argument
-        if not argument.startswith(("-", "+")) and not OPTION_WITH_VALUE.fullmatch(previous):
-            expects_script = False
-        name = Path(argument).name
-        has_shell |= name in SHELLS
-        has_ssh |= name == "ssh"  # a shell at the other end reads all of its arguments
+def _check_code(key: str, command: Sequence[str]) -> None:
+    for code, cure in find_code(command):
+        if PROMPT in find_placeholders(code):
+            raise ConfigError(key, code, f"what a prompt says would be executed; pass it as an argument, {cure}")
 
 
 def _check_file(key: str, file: HarnessFile) -> None:

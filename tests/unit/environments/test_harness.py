@@ -160,17 +160,46 @@ def test_templates_that_cannot_be_filled_are_refused(keys: dict[str, Any], key: 
         "xargs sh -c",
         "su agent -c",
         "ssh host",
+        "env -S",
+        "env -i -u B -vS",
+        "env -S bash -c",
+        "python -c",
+        "timeout 600 /usr/bin/python3.12 -I -W ignore -Bc",
+        "env PYTHONPATH=. python -c",
+        "bash -c exec python -c",
+        "node --eval",
+        "perl -ne",
     ],
 )
-def test_no_shell_reads_a_prompt_however_it_is_started(before: str) -> None:
-    with pytest.raises(ConfigError, match="the shell would execute what a prompt says"):
+def test_no_program_executes_a_prompt_however_it_is_started(before: str) -> None:
+    with pytest.raises(ConfigError, match="what a prompt says would be executed"):
         check_harness("env.h", HarnessConfig(command=[*before.split(), "h '{prompt}'"]))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["env", "--split-string=h {prompt}"],
+        ["env", "-S", "python -c", "print('{prompt}')"],
+        ["env", "-Spython -Ic", "print('{prompt}')"],
+        ["env", "-S", "it's {prompt}"],
+        ["python", "-cprint('{prompt}')"],
+    ],
+)
+def test_no_program_executes_a_prompt_that_an_option_or_a_line_holds(command: list[str]) -> None:
+    with pytest.raises(ConfigError, match="what a prompt says would be executed"):
+        check_harness("env.h", HarnessConfig(command=command))
 
 
 @pytest.mark.parametrize(
     "keys",
     [
         {"command": ["sh", "-c", 'h "$1"', "sh", "{prompt}"]},
+        {"command": ["python", "-I", "-c", "import sys; print(sys.argv[1])", "{prompt}"]},
+        {"command": ["python3", "-X", "utf8", "-m", "h", "-c", "{prompt}"]},
+        {"command": ["node", "h.js", "-p", "{prompt}"]},
+        {"command": ["env", "-S", "A=1 python h.py", "-c", "{prompt}"]},
+        {"command": ["env", "A=1", "h", "-S", "{prompt}"]},
         {"command": ["timeout", "9", "bash", "-o", "pipefail", "-ec", 'h "$1" | cat', "bash", "{prompt}"]},
         {"command": ["sh", "run.sh", "{prompt}"]},
         {"command": ["h", "-c", "{prompt}"]},
