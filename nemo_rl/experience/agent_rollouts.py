@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure, find_fault_problem
-from nemo_rl.environments.harness import HARNESS_FAILED, HARNESS_TIMEOUT
 from nemo_rl.environments.states import copy_state
 from nemo_rl.experience.agent_runtime import AgentRuntime
 from nemo_rl.experience.cancellation import cancel_all
@@ -102,7 +101,7 @@ class _AgentRollout:
                 with self._watchdog.waiting_for(f"agent {task_name}"):
                     outcome = await self._run_agent(handle)
                 failure = self._reward_calls(handle, outcome)
-                ended = _classify_outcome(outcome, await sessions.finish(handle))
+                ended = _classify_outcome(outcome, await sessions.finish(handle), is_harness=self._runtime.is_harness)
                 return ended if failure is None else replace(ended, result=failure)
         except Exception as error:  # the gateway: too many sessions, or this one ran into its time to live  # noqa: BLE001
             return _AgentRunOutcome(error_to_failure(error, FailureClass.INFRA, prefix="gateway"))
@@ -197,18 +196,21 @@ class _AgentRollout:
         )
 
 
-def _classify_outcome(outcome: AgentResult | Exception, finished: "FinishedSession") -> _AgentRunOutcome:
+def _classify_outcome(
+    outcome: AgentResult | Exception, finished: "FinishedSession", *, is_harness: bool
+) -> _AgentRunOutcome:
     """Return the outcome of an agent's run.
 
-    The failure of the session's last call tells whose fault an agent's exception is, or a harness's bad end: an
-    engine's failure is infrastructure, and an agent that stops because no room is left is truncated like any other.
+    The failure of the session's last call tells whose fault an agent's exception is: an engine's failure is
+    infrastructure, and an agent that stops because no room is left is truncated like any other. A harness whose last
+    call the engine failed has not finished, whatever its exit status.
     """
     last = finished.last_failure
     kind = last.kind if last is not None else None
     if not isinstance(outcome, Exception):
         result: AgentResult | Failure = outcome
-        if last and kind is CallFailureKind.ENGINE and outcome.response_fault in (HARNESS_FAILED, HARNESS_TIMEOUT):
-            result = Failure(FailureClass.INFRA, f"{last.cause} ({outcome.response_fault})")
+        if is_harness and last and kind is CallFailureKind.ENGINE and not last.is_side_call:
+            result = Failure(FailureClass.INFRA, f"the harness's last call failed: {last.cause}")
         return _AgentRunOutcome(result, Recording(finished.chains), finished.rewards)
     ran_out_of_room = kind is CallFailureKind.CONTEXT_LENGTH and not isinstance(outcome, TimeoutError)
     if ran_out_of_room and finished.chains:

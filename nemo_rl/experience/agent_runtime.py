@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from nemo_rl.config.environment import AgentRunnerConfig, RolloutRunnerConfig
 from nemo_rl.config.kinds import import_path
-from nemo_rl.environments.harness import find_program
+from nemo_rl.environments.harness import HarnessConfig, find_program
 from nemo_rl.errors import ConfigError
 from nemo_rl.experience.agents import AgentConfig
 from nemo_rl.experience.command_agent import CommandAgent, HarnessAgent
@@ -83,6 +83,7 @@ class AgentRuntime:
     trajectory_selection: TrajectorySelection = "all"
     reward_range: RewardRange = field(default_factory=RewardRange)
     is_side_call: SideCallTest | None = None  # tells model calls that are not trained on
+    is_harness: bool = False  # a program that cannot tell that a failed call ended its work
     ignored_rewards: set[str] = field(default_factory=set)  # names of rewards beside `scored_by`, logged once each
 
 
@@ -104,6 +105,7 @@ def make_agent_runtime(
         trajectory_selection=trajectory_selection,
         reward_range=RewardRange.of(name, section),
         is_side_call=make_side_call_test(section.side_calls),
+        is_harness=isinstance(section, HarnessConfig) and section.is_harness,
     )
 
 

@@ -111,20 +111,23 @@ class CompletionHandler:
         its token ids. `sink` receives the deltas while tokens are sampled.
         """
         request = self._hide_unused_tools(request)
+        is_side_call = live.is_side_call is not None and live.is_side_call(request)
         try:
-            return await self._complete_and_commit(request, live, is_named=is_named, sink=sink)
+            return await self._complete_and_commit(
+                request, live, is_named=is_named, is_side_call=is_side_call, sink=sink
+            )
         except ContextLengthError as error:
-            live.session.last_failure = CallFailure(error.kind, str(error))
+            live.session.record_failure(CallFailure(error.kind, str(error), is_side_call))
             if not self._rules.answers_full_context:
                 raise
             live.session.mark_truncated(_conversation(live.session, request), request.tools)
             return self._make_empty_answer(request, error, sink)
         except CallError as error:
-            live.session.last_failure = CallFailure(error.kind, str(error))
+            live.session.record_failure(CallFailure(error.kind, str(error), is_side_call))
             raise
 
     async def _complete_and_commit(
-        self, request: CallRequest, live: LiveSession, *, is_named: bool, sink: Sink | None
+        self, request: CallRequest, live: LiveSession, *, is_named: bool, is_side_call: bool, sink: Sink | None
     ) -> CallAnswer:
         request = self._check(request, trains=live.trains)
         call = self._encode_call(lambda: _begin_in_session(live, request, with_echo=is_named))
@@ -144,7 +147,7 @@ class CompletionHandler:
                 answer.response.message,
                 completion_id=answer.completion_id,
                 is_trained=is_trained,
-                is_side_call=live.is_side_call is not None and live.is_side_call(request),
+                is_side_call=is_side_call,
                 asked=_conversation(live.session, request)[request.num_instructions :] if request.is_kept else (),
             )
         except BaseException:

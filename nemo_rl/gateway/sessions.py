@@ -204,6 +204,7 @@ class CallFailure:
 
     kind: CallFailureKind
     cause: str
+    is_side_call: bool = False
 
 
 class Session:
@@ -211,7 +212,7 @@ class Session:
 
     def __init__(self, codec: Codec) -> None:
         self.rewards: dict[str, float] = {}  # for the whole run, by name; the last value posted counts
-        self.last_failure: CallFailure | None = None  # failure of the last call; None if it was answered
+        self.last_failure: CallFailure | None = None  # failure of the task's last call; None if it was answered
         self._codec = codec
         self._calls: dict[str, Node] = {}  # by completion id, in order of commits
         self._by_history: dict[bytes, list[Node]] = {}  # digest of the history with the sampled message -> calls
@@ -296,7 +297,13 @@ class Session:
             without_text = history_digest(call.request, Message("assistant", message.tool_calls))
             self._by_history.setdefault(without_text, []).append(node)
         self._by_tokens.setdefault(Echo(call.prompt_token_ids, completion.token_ids).digest(), []).append(node)
-        self.last_failure = None
+        if not is_side_call:
+            self.last_failure = None
+
+    def record_failure(self, failure: CallFailure) -> None:
+        """Store the failure of the last call; that of a side call replaces none of the task's own calls."""
+        if self.last_failure is None or not failure.is_side_call:
+            self.last_failure = failure
 
     def mark_undelivered(self, completion_id: str) -> None:
         """Leave an answer out that its client did not receive, unless it is continued or rewarded all the same."""

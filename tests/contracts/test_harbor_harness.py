@@ -42,7 +42,7 @@ def rollout(
             state: Mapping[str, Any] = {"task_directory": str(directory)}
             return await agent.run(replace(prompt, env_state=state), base_url, api_key)
 
-    return rollouts_of(InDirectory(), count, say=say)[-1]
+    return rollouts_of(InDirectory(), count, say=say, is_harness=True)[-1]
 
 
 def test_a_harness_calls_the_policy_and_the_tests_reward_the_files_that_it_leaves() -> None:
@@ -110,9 +110,17 @@ def test_files_count_although_the_harness_does_not_end(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("num_answered", [0, 1])
-def test_a_harness_that_gives_up_on_a_failed_engine_earns_no_reward(num_answered: int) -> None:
+@pytest.mark.parametrize("at_failure", ["raise", "sys.exit(0)"])
+def test_a_harness_that_gives_up_on_a_failed_engine_earns_no_reward(num_answered: int, at_failure: str) -> None:
     answers = iter(["a reply"] * num_answered)
-    trajectory = rollout('ask(settings["url"], "x"); ask(settings["url"], "y")', say=lambda *_: next(answers, None))
+    script = f"""
+{WORK}
+try:
+    ask(settings["url"], "x"); ask(settings["url"], "y")
+except OSError:
+    {at_failure}
+"""
+    trajectory = rollout(script, say=lambda *_: next(answers, None))
     assert trajectory.failure is not None
     assert trajectory.failure.failure_class is FailureClass.INFRA
     assert "it was made to fail" in trajectory.failure.cause

@@ -761,6 +761,48 @@ def test_side_calls_are_answered_and_not_trained(rules: list[dict[str, str]]) ->
         assert [m.message.content for m in trajectory.message_log] == ["question0", "hello"]
 
 
+FAILING = """
+for text in json.loads(sys.argv[1]):
+    try:
+        ask(settings["url"], text)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "is_failed"),
+    [
+        (["x", "fail"], True),
+        (["x", "fail", "a title"], True),
+        (["x", "fail", "a title: fail"], True),
+        (["fail", "x"], False),
+        (["x", "a title: fail"], False),
+    ],
+)
+def test_a_harness_whose_last_call_the_engine_failed_fails_though_it_exits_0(calls: list[str], is_failed: bool) -> None:
+    asked_for = replace(prompt(0), messages=(Message("user", json.dumps(calls)),))
+    job = replace(jobs(1, 1)[0], prompt=asked_for)
+    seen: list[Trajectory] = []
+
+    async def body(setup: Setup) -> None:
+        seen.extend(await setup.run([job]))
+
+    use(
+        harness(FAILING),
+        body,
+        say=lambda _, text: None if "fail" in text else "hello",
+        scorer=FakeEnvironment(),
+        is_harness=True,
+        is_side_call=make_side_call_test(config_of(command=["h"], side_calls=[{"last_message": "title"}]).side_calls),
+    )
+    (trajectory,) = seen
+    assert (trajectory.failure is not None) == is_failed
+    if is_failed:
+        assert cause_of(trajectory)[0] is FailureClass.INFRA
+        assert "the harness's last call failed" in cause_of(trajectory)[1]
+
+
 def test_a_harness_that_makes_side_calls_alone_is_a_failure() -> None:
     test = make_side_call_test(config_of(command=["h"], side_calls=[{"tools": False}]).side_calls)
     trajectory = rollout_of(harness(TITLED), scorer=FakeEnvironment(), is_side_call=test)
