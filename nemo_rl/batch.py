@@ -15,6 +15,8 @@ GROUP_ID = "group_id"  # [B] int64; rollouts that are compared with each other
 TRAJECTORY_TOKENS = "trajectory_tokens"  # [B] float32; sum of token_mask over all samples of the trajectory
 REWARD = "reward"  # [B] float32; of the trajectory, or of the chain if it has its own, after scaling and shaping
 REWARD_COMPONENTS = "reward_components"  # nested: reward name -> [B] float32, before scaling and shaping
+# nested: name -> [B, T, ...] of the engine's dtype (token_columns.py), missing after a row's tokens; absent without any
+COLUMNS = "columns"
 TRUNCATED = "truncated"  # [B] bool; the rollout was cut
 
 PREV_LOGPROBS = "prev_logprobs"  # [B, T] float32; of the training backend before the first optimizer step

@@ -1,13 +1,16 @@
 """Data types of the program, from a prompt to a training batch.
 
 Everything here is a frozen dataclass and holds no tensor: token ids are `tuple[int, ...]`, log-probs
-`tuple[float, ...]`. Tensors begin in experience/assembly.py, which makes the `TrainingBatch`.
+`tuple[float, ...]`; what else an engine decided per token is in NumPy (`TokenColumns`). Tensors begin in
+experience/assembly.py, which makes the `TrainingBatch`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from nemo_rl.token_columns import NO_COLUMNS, TokenColumns
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -171,11 +174,14 @@ class TokenizedMessage:
     token_ids: tuple[int, ...]
     generation_logprobs: tuple[float, ...] | None = None  # one per token; None unless the policy sampled it
     weight_spans: tuple[WeightSpan, ...] = ()  # parts of a completion that an update divided; else empty
+    columns: TokenColumns = NO_COLUMNS  # one row per token, as far as engines gave any
 
     def __post_init__(self) -> None:
         logprobs = self.generation_logprobs
         if logprobs is not None and len(logprobs) != len(self.token_ids):
             raise ValueError(f"{len(self.token_ids)} tokens with {len(logprobs)} log-probs")
+        if self.columns and self.columns.num_tokens != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} tokens with {self.columns}")
 
     @property
     def is_generated(self) -> bool:
@@ -183,6 +189,24 @@ class TokenizedMessage:
 
 
 MessageLog: TypeAlias = tuple[TokenizedMessage, ...]  # the only history of a rollout
+
+
+def add_columns(log: Sequence[TokenizedMessage], columns: TokenColumns) -> MessageLog:
+    """Return the log with the columns of a request and its response, which cover the log's first tokens.
+
+    Encoded tokens take the request's rows. A sampled token keeps the row of the request that sampled it, and takes one
+    where that has none: the last token of a response is computed by the next request.
+    """
+    if not columns:
+        return tuple(log)
+    added, start = [], 0
+    for message in log:
+        own, end = message.columns, start + len(message.token_ids)
+        if given := columns.rows(start, end):
+            own = own.completed(given) if message.is_generated else given.completed(own)
+        added.append(message if own is message.columns else replace(message, columns=own))
+        start = end
+    return tuple(added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +278,14 @@ class Completion:
     weight_versions: tuple[int, int] = (0, 0)  # oldest and newest weights that it was sampled under
     weight_spans: tuple[WeightSpan, ...] = ()  # empty if both are equal; else adjacent, from 0 to the end, oldest first
     text: str | None = None  # a server that returns no tokens: ids are UNKNOWN_TOKEN, as many as it counts
+    # a row per token of the prompt, then of the response; the last sampled token was no input: it has no experts
+    columns: TokenColumns = NO_COLUMNS
+
+    @property
+    def sampled_columns(self) -> TokenColumns:
+        """Return the columns of the sampled tokens alone."""
+        count = self.columns.num_tokens
+        return self.columns.rows(count - len(self.token_ids), count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +445,7 @@ class TrainingSample:
     generation_logprobs: tuple[float, ...]  # [T]; 0 where the mask is 0
     reward: float  # the trajectory's, or its chain's if the chain has its own
     loss_weight: float = 1.0  # 0: in the baseline, but without a gradient (overlong filtering)
+    columns: TokenColumns = NO_COLUMNS  # T rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,11 @@ class Teachers:
         return answer
 
 
+def _rows_for_teacher(batch: TrainingBatch, rows: torch.Tensor) -> TrainingBatch:
+    """Return the rows without the columns of the policy's engine: a teacher makes its own decisions."""
+    return trim(batch.exclude(keys.COLUMNS)[rows])
+
+
 @dataclass(frozen=True, slots=True)
 class TopKStage:
     """Adds the teacher's `k` most likely tokens; satisfies TeacherStage."""
@@ -75,7 +80,7 @@ class TopKStage:
 
     async def __call__(self, batch: TrainingBatch, rows: Sequence[BatchRow]) -> dict[str, float]:
         async def query(key: str, teacher: Teacher, own: torch.Tensor) -> TopK:
-            return await teacher.topk_logprobs(trim(batch[own]), self.k)
+            return await teacher.topk_logprobs(_rows_for_teacher(batch, own), self.k)
 
         shape = (*batch[keys.TOKEN_IDS].shape, self.k)
         ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
@@ -95,7 +100,7 @@ class LogprobsStage:
 
     async def __call__(self, batch: TrainingBatch, rows: Sequence[BatchRow]) -> dict[str, float]:
         async def query(key: str, teacher: Teacher, own: torch.Tensor) -> torch.Tensor:
-            return await teacher.logprobs(trim(batch[own]))
+            return await teacher.logprobs(_rows_for_teacher(batch, own))
 
         result = torch.zeros(batch[keys.TOKEN_IDS].shape)
         for own, logprobs in await self.teachers.query_each(rows, query):

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.errors import RolloutError
+from nemo_rl.token_columns import concatenate_columns, stack
 from nemo_rl.types import MessageLog, Prompt, StopReason, TrainingBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 KNOWN_KEYS = frozenset(value for name, value in vars(keys).items() if name.isupper())
@@ -133,6 +134,7 @@ def _make_sample(log: MessageLog, entry: _BatchEntry) -> TrainingSample:
         ),
         reward=entry.reward,
         loss_weight=entry.loss_weight,
+        columns=concatenate_columns([m.columns for m in log], lengths),
     )
 
 
@@ -153,6 +155,7 @@ def _make_batch(samples: Sequence[TrainingSample], trajectories: Sequence[Trajec
     trajectory_id = torch.tensor([s.trajectory_id for s in samples])  # [B]
     per_trajectory = torch.zeros(len(trajectories)).index_add_(0, trajectory_id, mask.sum(-1))
     truncated = torch.tensor([t.stop_reason is StopReason.TRUNCATED for t in trajectories])
+    columns = _columns(samples, width=mask.shape[1])
     return TensorDict(
         {
             keys.TOKEN_IDS: _pad_rows((s.token_ids for s in samples), lengths, torch.int64),
@@ -167,6 +170,7 @@ def _make_batch(samples: Sequence[TrainingSample], trajectories: Sequence[Trajec
             keys.REWARD: torch.tensor([s.reward for s in samples], dtype=torch.float32),
             keys.REWARD_COMPONENTS: _reward_components(trajectories),
             keys.TRUNCATED: truncated[trajectory_id],
+            **({} if columns is None else {keys.COLUMNS: columns}),
         },
         batch_size=[len(samples)],
     )
@@ -179,6 +183,19 @@ def _pad_rows(rows: Iterable[Sequence[float]], lengths: np.ndarray, dtype: torch
     table = np.zeros((len(lengths), width), dtype=flat.dtype)
     table[np.arange(width) < lengths[:, None]] = flat
     return torch.from_numpy(table)
+
+
+def _columns(samples: Sequence[TrainingSample], *, width: int) -> TensorDict | None:
+    """Return each column as [B, T, ...], missing where a row has none; None if no row has any."""
+    names = {name: None for sample in samples for name in sample.columns}
+    if not names:
+        return None
+    lengths = [count for s in samples for count in (len(s.token_ids), width - len(s.token_ids))]
+    tables: dict[str, torch.Tensor] = {}
+    for name in names:
+        table = stack([part for s in samples for part in (s.columns.get(name), None)], lengths)
+        tables[name] = torch.from_numpy(table).unflatten(0, (-1, width))
+    return TensorDict(tables, batch_size=[len(samples)])
 
 
 def _reward_components(trajectories: Sequence[Trajectory]) -> TensorDict:

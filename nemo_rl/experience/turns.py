@@ -14,6 +14,7 @@ from typing import Any
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure
 from nemo_rl.environments.states import copy_state
+from nemo_rl.token_columns import NO_COLUMNS
 from nemo_rl.types import (
     Completion,
     EnvStep,
@@ -32,6 +33,7 @@ from nemo_rl.types import (
     ToolResult,
     Trajectory,
     WeightSpan,
+    add_columns,
 )
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -131,6 +133,7 @@ class Episode:
         self._rewards: dict[str, float] = {}
         self._answer: str | None = None
         self._response_faults: dict[str, None] = {}  # an ordered set
+        self._columns = NO_COLUMNS  # of the last request that has any
         self._weight_versions: tuple[int, int] | None = None
         self._stop_reason: StopReason | None = None
         self._failure: Failure | None = None
@@ -151,7 +154,9 @@ class Episode:
             return
         text = self._encoder.decode(result.token_ids) if result.text is None else replace_surrogates(result.text)
         message = Message("assistant", text)
-        self._message_log.append(TokenizedMessage(message, result.token_ids, result.logprobs, result.weight_spans))
+        sampled = result.token_ids, result.logprobs, result.weight_spans, result.sampled_columns
+        self._message_log.append(TokenizedMessage(message, *sampled))
+        self._columns = result.columns or self._columns
         self._conversation.append(message)
         self._response = result.token_ids
         self._response_truncated = result.finish_reason == "length"
@@ -194,7 +199,7 @@ class Episode:
             prompt=self.job.prompt,
             group_id=self.job.group_id,
             generation_index=self.job.generation_index,
-            message_log=tuple(self._message_log),
+            message_log=add_columns(self._message_log, self._columns),
             stop_reason=self._stop_reason,
             rewards={} if self._failure else self._rewards,
             answer=self._answer,
@@ -344,6 +349,8 @@ def _find_response_problem(result: Completion, request: GenerationRequest) -> st
         return f"the engine gave {count} tokens where {limit} were allowed"
     if result.text is None and (num_missing := sum(map(math.isnan, result.logprobs))):  # a server's text has none
         return f"the engine gave {num_missing} of {count} log-probs as NaN"
+    if result.columns and result.columns.num_tokens != len(request.token_ids) + count:
+        return f"the engine gave {result.columns} for {len(request.token_ids)} tokens of prompt and {count} of response"
     return None if _are_contiguous(result.weight_spans, count) else "the engine gave weight spans with gaps"
 
 

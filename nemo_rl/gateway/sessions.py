@@ -30,7 +30,8 @@ from typing import Any
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.markup import strip_thinking
-from nemo_rl.types import Completion, Message, MessageLog, TokenizedMessage
+from nemo_rl.token_columns import NO_COLUMNS, TokenColumns
+from nemo_rl.types import Completion, Message, MessageLog, TokenizedMessage, add_columns
 
 DIGEST_BYTES = 16
 
@@ -103,6 +104,7 @@ class Node:
     asked: tuple[Message, ...] = ()  # messages of the request as the client knows them, without instructions
     is_delivered: bool = True  # False: the client was gone before it had the answer
     is_side_call: bool = False  # beside the task: its chain is not trained on
+    columns: TokenColumns = NO_COLUMNS  # of its whole request and response, until another call continues it
 
     def message_log(self) -> MessageLog:
         """Return the whole history up to and including the sampled message."""
@@ -173,14 +175,34 @@ def complete_call(
     """
     logprobs = completion.logprobs if is_trained and not is_side_call else None
     sampled = TokenizedMessage(message, completion.token_ids, logprobs, completion.weight_spans)
+    context, sampled = _add_own_columns(call, sampled, completion.columns)
     parent = None if is_side_call else call.parent
     while parent is not None:
         parent.is_continued = True
+        parent.columns = NO_COLUMNS
         parent = parent.parent if parent.is_side_call else None
     is_truncated = completion.finish_reason == "length"
-    node = Node(call.parent, call.context, sampled, call.request, completion.weight_versions, is_truncated)
+    node = Node(call.parent, context, sampled, call.request, completion.weight_versions, is_truncated)
+    node.columns = completion.columns
     node.is_side_call = is_side_call
     return node
+
+
+def _add_own_columns(
+    call: PendingCall, sampled: TokenizedMessage, columns: TokenColumns
+) -> tuple[MessageLog, TokenizedMessage]:
+    """Return the messages that a call adds with their columns, and complete those of the response that it continues."""
+    if not columns:
+        return call.context, sampled
+    added = (*call.context, sampled)
+    start = columns.num_tokens - sum(len(each.token_ids) for each in added)
+    if call.parent is not None:
+        added = (call.parent.sampled, *added)
+        start -= len(call.parent.sampled.token_ids)
+    *known, sampled = add_columns(added, columns.rows(start, columns.num_tokens))
+    if call.parent is not None:
+        call.parent.sampled, *known = known
+    return tuple(known), sampled
 
 
 def build_chain(node: Node) -> Chain:
@@ -188,7 +210,9 @@ def build_chain(node: Node) -> Chain:
     path = node.path()
     versions = [version for each in path for version in each.weight_versions]
     rewards = {name: reward for each in path for name, reward in each.rewards.items()}
-    return Chain(node.message_log(), (min(versions), max(versions)), rewards, node.is_truncated)
+    return Chain(
+        add_columns(node.message_log(), node.columns), (min(versions), max(versions)), rewards, node.is_truncated
+    )
 
 
 class CallFailureKind(StrEnum):

@@ -56,10 +56,14 @@ class PackedSequences:
     def model_inputs(self, token_ids: torch.Tensor) -> dict[str, Any]:
         """Return the arguments of a model for [B, T] tokens."""
         return {
-            "input_ids": token_ids[self.is_not_padding].unsqueeze(0),
+            "input_ids": self.lay_out(token_ids),
             "position_ids": self.positions,
             "pack": self,  # passed through to the attention
         }
+
+    def lay_out(self, column: torch.Tensor) -> torch.Tensor:
+        """Return a column [B, T, ...] in the order of the packed tokens: [1, N, ...]."""
+        return column[self.is_not_padding].unsqueeze(0)
 
     def packed_positions(self, mask: torch.Tensor) -> torch.Tensor:
         """Return the positions in the pack of the M true entries of [B, T], none of which is padding: [M] int64."""
@@ -298,10 +302,14 @@ class SharedPrefixes:
     def model_inputs(self, token_ids: torch.Tensor) -> dict[str, Any]:
         """Return the arguments of a model for [B, T] tokens."""
         return {
-            "input_ids": token_ids.flatten()[self.sources].unsqueeze(0),
+            "input_ids": self.lay_out(token_ids),
             "position_ids": self.positions,
             "pack": self,  # passed through to the attention
         }
+
+    def lay_out(self, column: torch.Tensor) -> torch.Tensor:
+        """Return a column [B, T, ...] in the order of the tree's tokens, from their `sources`: [1, N, ...]."""
+        return column.flatten(0, 1)[self.sources].unsqueeze(0)
 
 
 def tree_attention(

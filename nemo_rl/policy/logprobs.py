@@ -7,7 +7,7 @@ each compute the logits of their part of the vocabulary and exchange a few numbe
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -193,6 +193,7 @@ class CausalLogprobs(nn.Module):
         wanted: RequiredScores = LOGPROBS_ONLY,
         candidate_ids: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
+        columns: Mapping[str, torch.Tensor] | None = None,
     ) -> TokenScores:
         """Return log_softmax(logits / temperature) of `token_ids` where `needed`, else 0, and other `wanted` scores.
 
@@ -202,6 +203,7 @@ class CausalLogprobs(nn.Module):
             wanted: scores besides log-probs.
             candidate_ids: [B, T, K] int64, with `wanted.candidates`.
             lengths: [B] tokens of each row before its padding, which is never needed; read when packed.
+            columns: [B, T, ...] by name: what the engine decided per token (token_columns.py); None: nothing.
 
         Returns:
             Scores in float32, computed in float32 from the logits on: a named tuple, in which FSDP2 finds the tensors

@@ -5,10 +5,10 @@ Micro-batches are padded, or packed without padding (packing.py), or packed by s
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorCollection, TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
@@ -191,14 +191,29 @@ def _pairs(groups: Sequence[int]) -> list[list[int]]:
 
 
 def trim(batch: TrainingBatch, multiple: int = 1) -> TrainingBatch:
-    """Return the batch without columns that are padding in every row: every [B, T, ...] tensor is trimmed.
+    """Return the batch without columns that are padding in every row: every [B, T, ...] tensor is trimmed, nested
+    ones too.
 
     The width is a multiple of `multiple` if the batch has as many columns.
     """
     longest = max(int(batch[keys.LENGTHS].max()), 1)
     width = -(-longest // multiple) * multiple
-    cut = {k: v[:, :width] if isinstance(v, torch.Tensor) and v.ndim > 1 else v for k, v in batch.items()}
-    return TensorDict(cut, batch_size=batch.batch_size)
+    return _cut(batch, width)
+
+
+def _cut(batch: TensorCollection, width: int) -> TensorDict:
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return _cut(value, width)
+        return value[:, :width] if value.ndim > 1 else value
+
+    return TensorDict({name: cut(value) for name, value in batch.items()}, batch_size=batch.batch_size)
+
+
+def columns_of(batch: TrainingBatch) -> dict[str, torch.Tensor] | None:
+    """Return what engines decided per token, [B, T, ...] by name; None if no row of the batch has any."""
+    columns = batch.get(keys.COLUMNS, None)
+    return None if columns is None else dict(columns.items())
 
 
 def loss_mask(batch: TrainingBatch) -> torch.Tensor:

@@ -5,7 +5,7 @@ a next token. Scores are scattered to every entry of [B, T] with that pair, and 
 B rows, T tokens, D positions that predict something, Q queries of them, E needed entries.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,7 @@ class SharedPrefixLogprobs(CausalLogprobs):
         wanted: RequiredScores = LOGPROBS_ONLY,
         candidate_ids: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
+        columns: Mapping[str, torch.Tensor] | None = None,
     ) -> TokenScores:
         """Return what `CausalLogprobs` does."""
         needed = F.pad(needed[:, 1:], (1, 0))

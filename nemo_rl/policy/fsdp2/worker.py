@@ -32,7 +32,7 @@ from nemo_rl.policy.fsdp2.backend import DTensorConfig, TrainedDTensorConfig, ch
 from nemo_rl.policy.fsdp2.lora import DIRECTORY as ADAPTER_DIRECTORY
 from nemo_rl.policy.fsdp2.lora import Adapters, AdaptersDisabled, LazyMergedWeight, merge_adapter_weights
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
-from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batches, training_micro_batching
+from nemo_rl.policy.micro_batches import MicroBatching, columns_of, count_valid, micro_batches, training_micro_batching
 from nemo_rl.policy.offload import optimizer_tensors
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.policy.saving import load_optimizer
@@ -284,12 +284,14 @@ def score_micro_batches(
     keeps_unsharded: bool = False,
 ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
     """Yield (rows, scores) of this rank's rows, a micro-batch of `size` at a time; `module` is a `CausalLogprobs`."""
-    inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS, keys.GROUP_ID, strict=False)
+    known = (keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS, keys.GROUP_ID, keys.COLUMNS)
+    inputs = batch.select(*known, strict=False)
     with sharding.kept_unsharded(module, is_enabled=keeps_unsharded):
         for rows, part in micro_batches(inputs, torch.arange(len(batch)), size, layout):
             lengths = part[keys.LENGTHS].tolist()
             part = part.to(device)
-            scores = module(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, wanted, lengths=lengths)
+            tokens = part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0
+            scores = module(*tokens, wanted, lengths=lengths, columns=columns_of(part))
             if len(rows) > 0:
                 yield rows, scores
 
@@ -346,7 +348,7 @@ class FSDP2Trainer:
                     continue
                 wanted = loss_fn.required_scores
                 candidate_ids = None if wanted.candidates is None else part[wanted.candidates]
-                scores = self.module(*inputs, wanted, candidate_ids, lengths)
+                scores = self.module(*inputs, wanted, candidate_ids, lengths, columns_of(part))
                 for name, metric in self._backward(scores, part, normalizer, loss_fn).items():
                     metrics[name] = step_report.accumulate_metric(metric, metrics.get(name))
                     reductions[name] = metric.reduction

@@ -3,7 +3,7 @@
 B samples, T tokens, N needed positions, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -173,6 +173,7 @@ class Stage(GPTModel):
         wanted: RequiredScores = LOGPROBS_ONLY,
         candidate_ids: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
+        columns: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor | TokenScores:
         """Return hidden states or scores; arguments and scores are those of `CausalLogprobs.forward`.
 

@@ -34,7 +34,7 @@ from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
 from nemo_rl.policy.megatron.optimizer_keys import to_torch_config
 from nemo_rl.policy.megatron.parallel import make_groups, megatron_device_context
 from nemo_rl.policy.megatron.weights import StageWeights
-from nemo_rl.policy.micro_batches import MicroBatching, count_valid, micro_batches, training_micro_batching
+from nemo_rl.policy.micro_batches import MicroBatching, columns_of, count_valid, micro_batches, training_micro_batching
 from nemo_rl.policy.offload import optimizer_tensors
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.worker import ConfigT, PolicyWorker, ScoringWorker, TeacherWorker
@@ -256,7 +256,7 @@ def score(
         topk = scores.topk and TopK(scores.topk.ids.cpu(), scores.topk.logprobs.cpu())
         return part[0], TokenScores(scores.logprobs.cpu(), topk=topk)
 
-    inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS)
+    inputs = batch.select(keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS, keys.COLUMNS, strict=False)
     parts = list(micro_batches(inputs, torch.arange(len(batch)), size, layout))
     with torch.no_grad():
         read = _run(module, parts, wanted, move_to_cpu, device=device, forward_only=True, collect_non_loss_data=True)
@@ -298,7 +298,8 @@ def _run(
         part = part.to(device)
         asked = wanted if len(rows) else RequiredScores()  # a dummy part needs no scores
         candidate_ids = None if asked.candidates is None else part[asked.candidates]
-        scores = model(part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0, asked, candidate_ids, lengths)
+        tokens = part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0
+        scores = model(*tokens, asked, candidate_ids, lengths, columns_of(part))
         return scores, partial(read, (rows, part))
 
     width = max((part[keys.TOKEN_IDS].shape[1] for _, part in parts), default=1)
