@@ -40,6 +40,7 @@ MANIFEST_FILE = "manifest.json"
 INFO_FILE = "training_info.json"
 CONFIG_FILE = "config.yaml"
 POLICY_DIRECTORY = "policy"
+WEIGHTS_DIRECTORY = "weights"  # in POLICY_DIRECTORY: a Hugging Face directory
 DATALOADER_FILE = "train_dataloader.pt"
 REPLAY_BUFFER_FILE = "replay_buffer.pt"
 RNG_FILE = "rng_state.pt"
@@ -209,6 +210,18 @@ class CheckpointStore:
     def best(self) -> Checkpoint | None:
         """Return the checkpoint that `metric_name` ranks first; the newest without a metric."""
         return next(iter(self._ranked()), None)
+
+    def link_best(self, link: Path) -> None:
+        """Make `link` lead to the weights of the best checkpoint, if it has whole ones; a file or directory stays."""
+        best = self.best()
+        weights = None if best is None else best.path / POLICY_DIRECTORY / WEIGHTS_DIRECTORY
+        if weights is None or not weights.is_dir() or (link.exists() and not link.is_symlink()):
+            return
+        draft = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+        with contextlib.suppress(OSError):  # a full disk, or one without links: the checkpoint has its own path
+            draft.unlink(missing_ok=True)
+            draft.symlink_to(os.path.relpath(weights.resolve(), link.parent.resolve()))
+            os.replace(draft, link)
 
     def _ranked(self) -> list[Checkpoint]:
         """Return checkpoints best first: by the metric, then the newer; those without the metric come last."""

@@ -78,6 +78,35 @@ def try_lock(descriptor: int, path: Path) -> bool:
     return True
 
 
+def is_held(directory: Path) -> bool:
+    """Return whether a process has a directory of `hold_directory` now; False if its lock cannot be tried."""
+    try:
+        descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that readers find complete, old or new; raises OSError, and leaves the old one, if it cannot."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
 def append_whole(descriptor: int, data: bytes) -> None:
     """Append data to a file that was opened to append; raises OSError, and leaves the file as it was, if it cannot."""
     size = os.fstat(descriptor).st_size

@@ -19,6 +19,8 @@ from nemo_rl.interfaces import Policy
 
 logger = logging.getLogger(__name__)
 
+MODEL_LINK = "model"  # in the run directory: a link to the weights of the best checkpoint
+
 
 class ResumableSource(Protocol):
     """A source of training data whose state can be saved."""
@@ -44,6 +46,9 @@ class Resumable(Protocol):
 
     @property
     def checkpoints(self) -> checkpoint.CheckpointStore | None: ...
+
+    @property
+    def run_dir(self) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,7 @@ class CheckpointWriter:
             await self._give_up(store, info.step, error)
             return
         self._failures.clear()
+        store.link_best(self._run.run_dir / MODEL_LINK)
         logger.info("saved %s", saved.path)
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -98,13 +98,15 @@ class WandbConfig(Section):
     """`logger.wandb`: the W&B run."""
 
     project: str = "nemo-rl"  # the W&B project
-    name: str | None = None  # the run's name in W&B; None: W&B's own choice
+    name: str | None = None  # the run's name in W&B; None: logger.run_name
     entity: str | None = None  # the W&B user or team; None: that of the key
-    tags: list[str] = Field(default_factory=list)  # the run's tags in W&B
+    tags: list[str] = Field(default_factory=list)  # the run's tags in W&B, after those of logger.tags
 
 
 class WandbLoggerConfig(WandbConfig, MetricsLoggerConfig):
     """W&B as one of `logger.loggers`."""
+
+    notes: str | None = None  # a sentence on the run in W&B
 
 
 class LoggerConfig(Section):
@@ -112,6 +114,9 @@ class LoggerConfig(Section):
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # level of nemo_rl's own log records
     log_dir: str = "runs"  # a run's directory is made in it: exp_001, exp_002, ...
+    run_name: str | None = None  # the run's name in run.json, viewer and W&B; None: that of its directory
+    tags: list[str] = Field(default_factory=list)  # words by which the run is found, also in W&B
+    notes: str | None = None  # a sentence on the run, also in W&B
     wandb_enabled: bool = False  # offline if no key is set
     tensorboard_enabled: bool = False  # event files of TensorBoard in the run directory
     progress: bool = True  # the display in the terminal
@@ -125,7 +130,9 @@ class LoggerConfig(Section):
         """Return the sections of the enabled loggers by name; `jsonl` always, and those of `loggers`."""
         enabled: dict[str, MetricsLoggerConfig] = {"jsonl": MetricsLoggerConfig(type="jsonl")}
         if self.wandb_enabled:
-            enabled["wandb"] = WandbLoggerConfig(type="wandb", **self.wandb.model_dump())
+            own = self.wandb.model_dump()
+            shared = {"name": own["name"] or self.run_name, "tags": [*self.tags, *own["tags"]], "notes": self.notes}
+            enabled["wandb"] = WandbLoggerConfig(type="wandb", **own | shared)
         if self.tensorboard_enabled:
             enabled["tensorboard"] = MetricsLoggerConfig(type="tensorboard")
         return enabled | self.loggers

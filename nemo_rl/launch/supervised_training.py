@@ -52,8 +52,8 @@ async def open_supervised(config: SupervisedRunConfig) -> AsyncIterator[Supervis
     memory_plan(config, layout).log_problems()
     async with AsyncExitStack() as stack:
         stack.enter_context(advise_on_memory(config))
-        lost = LostRecords()
-        run_dir, metrics_logger = open_records(config, stack, lost)
+        lost, interrupt = LostRecords(), Interrupt()
+        run_dir, metrics_logger = open_records(config, stack, lost, interrupt)
         checkpoints = open_checkpoints(config.checkpointing, run_dir, stack)
         policy = await open_policy(config, model, layout, log_dir=run_dir / "logs", stack=stack)
         progress = make_progress(config.logger, console)
@@ -72,7 +72,7 @@ async def open_supervised(config: SupervisedRunConfig) -> AsyncIterator[Supervis
             checkpoints=checkpoints,
             logger=metrics_logger,
             progress=progress,
-            interrupt=Interrupt(),
+            interrupt=interrupt,
             lost_records=lost,
         )
 

@@ -5,6 +5,7 @@ import functools
 import gc
 import logging
 import math
+import shlex
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
@@ -44,14 +45,16 @@ from nemo_rl.launch.out_of_memory import advise_on_memory
 from nemo_rl.launch.replicas import follow_requests
 from nemo_rl.launch.resolved_run import ResolvedRun, resolve_run
 from nemo_rl.launch.rollout_layer import RolloutParts, open_rollout_dependencies, open_rollout_parts
+from nemo_rl.launch.run_directory import choose_run_directory, discard_records_after, name_run
 from nemo_rl.launch.sampling import make_limits, make_sampling
 from nemo_rl.launch.training_source import make_source, make_validator
 from nemo_rl.launch.workers import Workers, join_cluster, open_workers
 from nemo_rl.losses.make import make_loss
 from nemo_rl.observability import heartbeat
-from nemo_rl.observability.console import configure_logging, make_progress, make_run_directory
+from nemo_rl.observability.console import configure_logging, make_progress
 from nemo_rl.observability.loggers import METRICS_FILE, make_logger
 from nemo_rl.observability.lost_records import LostRecords
+from nemo_rl.observability.run_record import recorded_run
 from nemo_rl.observability.summary import format_summary, summarize_rewards
 from nemo_rl.observability.user_code_record import USER_CODE
 from nemo_rl.policy.micro_batches import expected_optimizer_steps
@@ -73,13 +76,21 @@ def open_records(
     config: TrainingRunConfig | SupervisedRunConfig | RewardModelRunConfig,
     stack: ExitStack | AsyncExitStack,
     lost: LostRecords,
+    interrupt: Interrupt | None = None,
 ) -> tuple[Path, Logger]:
-    """Create the run directory with the configuration in it, and the metric loggers, closed with `stack`.
+    """Open the run directory with the configuration in it, and the metric loggers, closed with `stack`.
 
-    `lost` counts the records that cannot be written there.
+    It is a new one, unless the run resumes. `lost` counts the records that cannot be written there; `interrupt` knows
+    whether the run was asked to stop. Raises ConfigError if another process uses the directory.
     """
-    run_dir = make_run_directory(config.logger.log_dir)
-    stack.enter_context(hold_directory(run_dir, key="logger.log_dir"))
+    section = config.checkpointing
+    chosen = choose_run_directory(config.logger, section if isinstance(section, CheckpointingConfig) else None)
+    run_dir, is_new = chosen.path, chosen.resumed_step is None
+    stack.enter_context(hold_directory(run_dir, key="logger.log_dir" if is_new else "checkpointing.checkpoint_dir"))
+    if chosen.resumed_step is not None:
+        discard_records_after(run_dir, chosen.resumed_step)
+    is_interrupted = (lambda: False) if interrupt is None else (lambda: interrupt.requested)
+    stack.enter_context(recorded_run(run_dir, config.logger, is_interrupted=is_interrupted))
     write_private(run_dir / CONFIG_FILE, resolved_yaml(config))
     logger.info("run directory: %s", run_dir)
     metrics_logger = make_logger(config.logger, run_dir, shown_values(config), lost=lost)
@@ -98,6 +109,7 @@ def open_checkpoints(
         return None
     directory = Path(section.checkpoint_dir or run_dir / "checkpoints")
     stack.enter_context(hold_directory(directory, key="checkpointing.checkpoint_dir"))
+    name_run(directory, run_dir)
     heartbeat.record(checkpoint_dir=str(directory.absolute()))
     return CheckpointStore(section, directory)
 
@@ -137,7 +149,9 @@ def write_summary(
     latest = run.checkpoints.latest() if run.checkpoints else None
     resume_command = None
     if run.checkpoints is not None and latest is not None and (overrides := resume_overrides(latest.step)) is not None:
-        resume_command = f"{command} checkpointing.checkpoint_dir={run.checkpoints.directory}{overrides}"
+        resume_command = _with_overrides(
+            command, f"checkpointing.checkpoint_dir={run.checkpoints.directory}", *overrides.split()
+        )
     path, checkpoint = run.run_dir / METRICS_FILE, latest.path if latest else None
     text = format_summary(
         results(path),
@@ -148,6 +162,12 @@ def write_summary(
     )
     sys.stdout.write(text + "\n")
     run.lost_records.check()
+
+
+def _with_overrides(command: str, *overrides: str) -> str:
+    """Return a command line with the overrides at its end, without those of the same keys before."""
+    beginnings = tuple(f"{override.partition('=')[0]}=" for override in overrides)
+    return shlex.join([*(word for word in shlex.split(command) if not word.startswith(beginnings)), *overrides])
 
 
 def make_algorithm(run: ResolvedRun, workers: Workers) -> Algorithm:
@@ -213,8 +233,8 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
         stack.enter_context(advise_on_memory(config))
         join_cluster(config, run.layout)
         parts = await open_rollout_parts(config, run.policy.encoder, stack, layout=run.layout)
-        lost = LostRecords()
-        run_dir, metrics_logger = open_records(config, stack, lost)
+        lost, interrupt = LostRecords(), Interrupt()
+        run_dir, metrics_logger = open_records(config, stack, lost, interrupt)
         overlong = {f"data/validation/{name}/num_overlong": float(n) for name, n in run.overlong_measured.items()}
         if any(overlong.values()):
             metrics_logger.log_metrics(overlong, 0)
@@ -246,7 +266,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
             logger=metrics_logger,
             progress=progress,
             validation_rollouts=_rollout_writer(config, run_dir / "rollouts/validation.jsonl", stack, lost),
-            interrupt=Interrupt(),
+            interrupt=interrupt,
             details=_rollout_details(config, run.policy.encoder, run_dir, stack, lost),
             lost_records=lost,
         )

@@ -25,7 +25,6 @@ from nemo_rl.config.shared_sections import (
     CustomLoggerConfig,
     LoggerConfig,
     MetricsLoggerConfig,
-    WandbConfig,
     WandbLoggerConfig,
 )
 from nemo_rl.durable_files import append_whole
@@ -182,7 +181,7 @@ class WandbLogger:
     The run's id is kept in the run directory, so that a run that resumes there is one run in W&B too.
     """
 
-    def __init__(self, section: WandbConfig, run_dir: Path, config: Mapping[str, object]) -> None:
+    def __init__(self, section: WandbLoggerConfig, run_dir: Path, config: Mapping[str, object]) -> None:
         import wandb  # slow to import
 
         self._wandb = wandb
@@ -193,6 +192,7 @@ class WandbLogger:
             entity=section.entity,
             name=section.name or run_dir.name,
             tags=section.tags,
+            notes=section.notes,
             config=dict(config),
             dir=str(run_dir),
             id=_load_run_id(run_dir),

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nemo_rl.observability.run_record import read_run_record
 from nemo_rl.types import FailureClass
 from nemo_rl.viewer.conversation import chains_of, message_text, show
 from nemo_rl.viewer.index import Query
@@ -138,7 +139,16 @@ def _trend(values: Sequence[float]) -> Trend | None:
 def check(source: ViewerSource) -> list[RunFinding]:
     """Return the findings of a run, alarms first."""
     rules: tuple[Callable[[Evidence], RunFinding | None], ...] = (
-        *(_no_reward, _reward_flat, _reward_collapse, _groups_without_signal, _logprob_error, _staleness, _truncation),
+        *(
+            _ending,
+            _no_reward,
+            _reward_flat,
+            _reward_collapse,
+            _groups_without_signal,
+            _logprob_error,
+            _staleness,
+            _truncation,
+        ),
         *(
             _turn_limit,
             _length_hacking,
@@ -164,6 +174,19 @@ def check_page(source: ViewerSource) -> Page:
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
+
+
+def _ending(evidence: Evidence) -> RunFinding | None:
+    """Return a finding if the last start of the run ended by an error, or without a word."""
+    record = read_run_record(evidence.source.path)
+    last = None if record is None else record.last
+    if last is None or last.state not in ("failed", "died"):
+        return None
+    step = max(evidence.source.metrics.steps, default=0)
+    if last.state == "failed":
+        return RunFinding("run_failed", "alarm", f"the run ended after step {step}: {last.cause}")
+    cause = f"process {last.pid} on {last.host} was killed (by SIGKILL, for memory for example) or its machine stopped"
+    return RunFinding("run_died", "alarm", f"the run ended after step {step} without a word: {cause}")
 
 
 def _no_reward(evidence: Evidence) -> RunFinding | None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nemo_rl.config.shared_sections import LoggerConfig, WandbConfig
+from nemo_rl.config.shared_sections import LoggerConfig, WandbLoggerConfig
 from nemo_rl.errors import ConfigError, RecordError
 from nemo_rl.observability import loggers
 from nemo_rl.observability.loggers import (
@@ -251,7 +251,7 @@ def test_without_a_key_the_run_is_written_offline(
     no_key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "250")  # a busy machine starts W&B's process slowly
-    logger = WandbLogger(WandbConfig(project="words", tags=["test"]), tmp_path, {"grpo": {"seed": 42}})
+    logger = WandbLogger(WandbLoggerConfig(project="words", tags=["test"]), tmp_path, {"grpo": {"seed": 42}})
     logger.log_metrics({"train/loss": 0.5, "timing/train/generation": 0.1}, 3)
     logger.log_metrics({"validation/accuracy": 0.25, "timing/validation/total_validation_time": 2.0}, 3)
     logger.log_table("validation/samples", ("prompt", "reward"), [("a", 1.0), ("b", "failed: x")], 3)
