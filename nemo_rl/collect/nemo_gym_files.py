@@ -13,7 +13,7 @@ from nemo_rl.collect.rollout_files import atomic_write
 from nemo_rl.collect.shards import TASKS_FILE, KeySpace, RolloutKey, Task, read_tasks, write_tasks
 from nemo_rl.collect.store import MAX_ATTEMPTS, RolloutStore
 from nemo_rl.collect.table import CollectionManifest, read_manifest
-from nemo_rl.data.nemo_gym_dataset import NEMO_GYM
+from nemo_rl.data.nemo_gym_dataset import NEMO_GYM, open_task
 from nemo_rl.data.rows import read_jsonl
 from nemo_rl.environments.nemo_gym.failures import find_row_failure
 from nemo_rl.environments.nemo_gym.reply import ANSWER_FIELDS, find_answer
@@ -24,6 +24,7 @@ TASK_INDEX = "_ng_task_index"
 ROLLOUT_INDEX = "_ng_rollout_index"
 FAILURE_CLASS = "_ng_failure_class"
 AGENT = "agent_ref"
+ENVIRONMENT_SERVER = "_ng_environment_server"  # in the rows of materialized tasks, which need no agent_ref
 KEY_FIELDS = frozenset({TASK_INDEX, ROLLOUT_INDEX})
 PARAMETERS = "responses_create_params"
 RESPONSE = "response"
@@ -231,7 +232,7 @@ def _read_tasks(path: Path) -> Iterator[Task]:
             raise DataError(f"{path}: task {index} follows task {count - 1}")
         if index == count:
             name = _agent_name(row)
-            values = {key: value for key, value in row.items() if key not in KEY_FIELDS}
+            values = {key: value for key, value in open_task(row).items() if key not in KEY_FIELDS}
             yield Task(str(index), name, NEMO_GYM, values, env=name)
             count += 1
 
@@ -269,7 +270,7 @@ def _convert_failure(row: Mapping[str, Any]) -> Failure:
 
 
 def _agent_name(row: Mapping[str, Any]) -> str:
-    return str((row.get(AGENT) or {}).get("name") or "")
+    return str((row.get(AGENT) or {}).get("name") or row.get(ENVIRONMENT_SERVER) or "")
 
 
 def _read_key(row: Mapping[str, Any], path: Path) -> RolloutKey:

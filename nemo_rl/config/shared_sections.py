@@ -198,5 +198,6 @@ class GatewayConfig(Section):
     session_ttl_s: Seconds = 3600.0  # until an unused session is closed
     max_sessions: int = Field(default=10_000, gt=0)  # open sessions of rollouts over all servers; opening more is 429
     max_client_sessions: int = Field(default=1000, ge=0)  # open sessions that clients opened; further ones get 429
+    max_captured_mib: int = Field(default=512, gt=0)  # per server: records of NeMo Gym's token capture, in MiB
     max_queued_calls: int = Field(default=10_000, ge=0)  # calls per server that wait; further ones get 429
     queue_timeout_s: Seconds = 300.0  # longest wait of a call; then it gets 429

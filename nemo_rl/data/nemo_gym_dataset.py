@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NEMO_GYM = "nemo_gym"  # the dataset's name, and its default entry of `env`
+TASK_ID = "_ng_task_id"  # in a row that was materialized: its task's taskset and id
 
 ROLES: Mapping[str, Role] = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -53,6 +54,7 @@ class NemoGymPromptMaker:
 
     def __call__(self, row: Mapping[str, Any]) -> Prompt:
         """Return the row's prompt; raises DataError saying what is wrong with the row."""
+        row = open_task(row)
         parameters = row.get("responses_create_params")
         if not isinstance(parameters, dict):
             raise DataError(f"responses_create_params is {_format_value(parameters)}, not an object")
@@ -73,6 +75,8 @@ class NemoGymPromptMaker:
         reference = row.get("agent_ref")
         if reference is None and self.default_agent:
             return self.default_agent
+        if reference is None and TASK_ID in row:
+            return row[TASK_ID]["taskset"]  # the stack has a route for it
         name = reference.get("name") if isinstance(reference, dict) else None
         if not isinstance(name, str) or not name:
             hint = "" if reference is not None else " (agent_name of the dataset names one for such rows)"
@@ -89,6 +93,29 @@ class NemoGymPromptMaker:
                 ", ".join(sorted(newly_dropped)),
             )
         return {name: value for name, value in parameters.items() if name not in dropped} if dropped else parameters
+
+
+def open_task(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row of Gym's materialized form (nemo-gym 0.7) with its input's fields at the top level; else the row.
+
+    Raises DataError for a `task_id` or a `task_input` that is none.
+
+    Example: {"task_id": {"taskset": "t", "task_id": "7"}, "task_input": {"answer": "B"}} becomes
+    {"answer": "B", "_ng_task_id": {"taskset": "t", "task_id": "7"}}.
+    """
+    task_id = row.get("task_id")
+    if not isinstance(task_id, dict):
+        return row
+    names = (task_id.get("taskset"), task_id.get("task_id"))
+    if not all(isinstance(name, str) and name for name in names):
+        raise DataError(f"task_id is {_format_value(task_id)}, not an object with the texts taskset and task_id")
+    task_input = row.get("task_input")
+    if not isinstance(task_input, dict):
+        raise DataError(f"task_input is {_format_value(task_input)}, not an object")
+    if not isinstance(task_input.get("task_data", {}), dict):
+        raise DataError(f"task_input.task_data is {_format_value(task_input['task_data'])}, not an object")
+    routing = {name: value for name, value in row.items() if name not in ("task_id", "task_input")}
+    return {**task_input, **routing, TASK_ID: task_id}
 
 
 def _unsupported_parameters(parameters: Mapping[str, Any]) -> Iterator[str]:

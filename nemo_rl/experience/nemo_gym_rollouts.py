@@ -115,7 +115,8 @@ class _GymRollout:
         if reply.calls or captured is None:
             return reply.calls
         if captured.is_incomplete:
-            raise GymInvalidReply("NeMo Gym failed to capture a call of the model")
+            cause = f" ({captured.problem})" if captured.problem else ""
+            raise GymInvalidReply(f"NeMo Gym failed to capture a call of the model{cause}")
         return parse_captured_calls(captured.records)
 
     async def _run_row(self, handle: "SessionHandle") -> GymReply | Failure:

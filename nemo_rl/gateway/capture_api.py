@@ -3,14 +3,15 @@
 POST   /captures/{rollout}/calls/{call}        a record, JSON
 POST   /captures/{rollout}/calls/{call}/begin  the call is about to be made
 POST   /captures/{rollout}/incomplete          {"call_id"?}: a call was not captured
-GET    /captures/{rollout}                     the records so far
+GET    /captures/{rollout}/calls/{call}        the record of the call
+GET    /captures/{rollout}/calls?after=        the records that follow the first so many
 POST   /captures/{rollout}/freeze              the records, closed to further ones
 DELETE /captures/{rollout}?snapshot_id=&version=   forget exactly this snapshot
 """
 
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from aiohttp import web
 
@@ -51,24 +52,29 @@ def capture_routes(
         return web.json_response({"status": "incomplete"})
 
     async def read(request: web.Request) -> web.Response:
-        return _render(store.read(_identifier(request, "rollout")))
+        record = store.read_call(_identifier(request, "rollout"), _identifier(request, "call"))
+        return web.Response(body=record, content_type="application/json")
+
+    async def list_calls(request: web.Request) -> web.Response:
+        after = _number(request, "after", default="0")
+        calls = store.list_calls(_identifier(request, "rollout"), after=after)
+        return _render({"serial": calls.serial}, calls.records)
 
     async def freeze(request: web.Request) -> web.Response:
-        return _render(store.freeze(_identifier(request, "rollout")))
+        return _render_snapshot(store.freeze(_identifier(request, "rollout")))
 
     async def drop(request: web.Request) -> web.Response:
-        snapshot_id, version = request.query.get("snapshot_id", ""), request.query.get("version", "")
-        if not version.isdecimal():
-            raise RequestError(400, f"version must be a number, not {version!r:.80}", param="version")
+        snapshot_id, version = request.query.get("snapshot_id", ""), _number(request, "version")
         rollout_id = _identifier(request, "rollout")
-        return web.json_response({"dropped": store.drop(rollout_id, snapshot_id=snapshot_id, version=int(version))})
+        return web.json_response({"dropped": store.drop(rollout_id, snapshot_id=snapshot_id, version=version)})
 
     path = "/captures/{rollout}"
     return [
         web.post(f"{path}/calls/{{call}}", guarded(put)),
+        web.get(f"{path}/calls/{{call}}", guarded(read)),
+        web.get(f"{path}/calls", guarded(list_calls)),
         web.post(f"{path}/calls/{{call}}/begin", guarded(begin)),
         web.post(f"{path}/incomplete", guarded(mark_incomplete)),
-        web.get(path, guarded(read)),
         web.post(f"{path}/freeze", guarded(freeze)),
         web.delete(path, guarded(drop)),
     ]
@@ -81,6 +87,13 @@ def _identifier(request: web.Request, name: str) -> str:
     return value
 
 
+def _number(request: web.Request, name: str, default: str = "") -> int:
+    value = request.query.get(name, default)
+    if not value.isdecimal():
+        raise RequestError(400, f"{name} must be a number, not {value!r:.80}", param=name)
+    return int(value)
+
+
 def _check_record(record: bytes) -> None:
     try:
         parsed = json.loads(record)
@@ -90,12 +103,17 @@ def _check_record(record: bytes) -> None:
         raise RequestError(400, f"a record must be a JSON object, not {type(parsed).__name__}")
 
 
-def _render(snapshot: CaptureSnapshot) -> web.Response:
+def _render_snapshot(snapshot: CaptureSnapshot) -> web.Response:
     state = {
         "incomplete": snapshot.is_incomplete,
         "snapshot_id": snapshot.snapshot_id,
         "version": snapshot.version,
     }
-    head = json.dumps(state).encode().removesuffix(b"}")
-    body = head + b', "records": [' + b",".join(snapshot.records) + b"]}"
+    return _render(state, snapshot.records)
+
+
+def _render(fields: Mapping[str, object], records: Sequence[bytes]) -> web.Response:
+    """Return an object of the fields and `records`, which are JSON already."""
+    head = json.dumps(fields).encode().removesuffix(b"}")
+    body = head + b', "records": [' + b",".join(records) + b"]}"
     return web.Response(body=body, content_type="application/json")

@@ -6,6 +6,7 @@ are opaque here. No I/O; the clock is passed in.
 """
 
 import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,18 +22,29 @@ class CaptureSnapshot:
     is_incomplete: bool  # a call failed to be captured, or was announced and never stored
     snapshot_id: str  # equal for equal states
     version: int  # grows with every change
+    problem: str = ""  # why a record was refused, if one was for want of room
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCalls:
+    """Records of a rollout from some index on."""
+
+    serial: int  # of the capture: another one under the same rollout id has another
+    records: tuple[bytes, ...]
 
 
 @dataclass(slots=True)
 class _Capture:
     """The records of one rollout."""
 
-    last_used_at: float
+    serial: int
+    last_used_at: float = 0.0
     records: dict[str, bytes] = field(default_factory=dict)  # by call
     announced: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     version: int = 0
     is_frozen: bool = False
+    problem: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +55,9 @@ class _Capture:
         for call_id, record in self.records.items():
             digest.update(f"\n{call_id}\n".encode() + hashlib.sha256(record).digest())
         is_incomplete = bool(self.failed or self.announced - self.records.keys())
-        return CaptureSnapshot(tuple(self.records.values()), is_incomplete, digest.hexdigest(), self.version)
+        return CaptureSnapshot(
+            tuple(self.records.values()), is_incomplete, digest.hexdigest(), self.version, self.problem
+        )
 
 
 class CaptureStore:
@@ -55,6 +69,7 @@ class CaptureStore:
         self._clock = clock
         self._captures: OrderedDict[str, _Capture] = OrderedDict()  # longest unused first
         self._num_bytes = 0
+        self._serials = itertools.count()
 
     def __len__(self) -> int:
         return len(self._captures)
@@ -73,7 +88,8 @@ class CaptureStore:
         if capture.is_frozen:
             raise RequestError(409, "this rollout is frozen", code="rollout_frozen")
         if self._num_bytes + len(record) > self._max_bytes:
-            raise RequestError(429, f"captured records fill {self._max_bytes} bytes", code="over_capacity")
+            capture.problem = f"captured records fill {self._max_bytes} bytes; raise gateway.max_captured_mib"
+            raise RequestError(429, capture.problem, code="over_capacity")
         self._num_bytes += len(record)
         capture.records[call_id] = record
         capture.version += 1
@@ -92,9 +108,17 @@ class CaptureStore:
             capture.failed.add(call_id)
             capture.version += 1
 
-    def read(self, rollout_id: str) -> CaptureSnapshot:
-        """Return the present state, which may still change."""
-        return self._use(rollout_id).snapshot(rollout_id)
+    def list_calls(self, rollout_id: str, *, after: int = 0) -> CapturedCalls:
+        """Return the records that follow the first `after`; there may be more later."""
+        capture = self._use(rollout_id)
+        return CapturedCalls(capture.serial, tuple(itertools.islice(capture.records.values(), after, None)))
+
+    def read_call(self, rollout_id: str, call_id: str) -> bytes:
+        """Return the record of one call; raises RequestError 404 if there is none."""
+        record = self._use(rollout_id).records.get(call_id)
+        if record is None:
+            raise RequestError(404, f"no record of call {call_id}", code="record_not_found")
+        return record
 
     def freeze(self, rollout_id: str) -> CaptureSnapshot:
         """Refuse further records and return the state; only `mark_incomplete` and `announce` change it from now on."""
@@ -129,6 +153,7 @@ class CaptureStore:
             if key == rollout_id or key.startswith(f"{rollout_id}-a"):
                 self._num_bytes -= capture.num_bytes
                 capture.records.clear()
+                capture.serial = next(self._serials)
                 capture.version += 1
                 capture.is_frozen = True
 
@@ -139,7 +164,9 @@ class CaptureStore:
             self._forget(next(iter(self._captures)))
 
     def _use(self, rollout_id: str) -> _Capture:
-        capture = self._captures.setdefault(rollout_id, _Capture(0.0))
+        capture = self._captures.get(rollout_id)
+        if capture is None:
+            capture = self._captures[rollout_id] = _Capture(next(self._serials))
         capture.last_used_at = self._clock()
         self._captures.move_to_end(rollout_id)
         return capture

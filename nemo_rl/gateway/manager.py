@@ -27,6 +27,7 @@ from nemo_rl.interfaces import Generation
 from nemo_rl.types import SamplingParams
 
 ALL_ADDRESSES = "0.0.0.0"
+MIB = 2**20
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +187,7 @@ def split_settings(section: GatewayConfig, max_connections: int) -> tuple[Server
             max_sessions=sessions[i],
             max_client_sessions=client_sessions[i],
             max_connections=connections[i],
+            max_captured_bytes=section.max_captured_mib * MIB,
             ttl_s=section.session_ttl_s,
         )
         for i in range(section.num_servers)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.data.nemo_gym_dataset import open_task
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym.failures import CLASS_OF_KIND, CLASS_OF_STAGE
 from nemo_rl.gateway.server import ServerSettings
@@ -233,6 +234,17 @@ def test_a_rollout_with_a_tool_is_one_chain_of_what_was_sampled(agent: str, head
         assert trajectory.reward == 1.0
 
 
+@pytest.mark.parametrize("agent", ["session_agent", "flat_agent", "opaque"])
+def test_a_materialized_task_is_run_as_the_row_that_it_was(agent: str, head_url: str, port: int) -> None:
+    row = example_rows(TOOL, gym_environment(VERSION))[0]
+    asked, data = {"responses_create_params": row.pop("responses_create_params")}, {"task_data": row}
+    for task_input in ({**asked, **row}, {**asked, **data}):
+        opened = open_task({"task_id": {"taskset": "weather", "task_id": "7"}, "task_input": task_input})
+        engine = SpeakingGeneration(TEMPLATE, speaks_of_weather)
+        (trajectory,) = run_rows([(agent, dict(opened))], engine=engine, head_url=head_url, port=port)
+        check_weather(trajectory)
+
+
 CONFORMANCE = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
@@ -241,6 +253,37 @@ from nemo_gym.token_id_capture.conformance import run_conformance
 gateway = sys.argv[2:]
 checks = (lambda: GatewaySink(*gateway)), (lambda: GatewaySource(*gateway)), (lambda: GatewayLineage(*gateway))
 print(*asyncio.run(run_conformance(*checks)))
+"""
+READS = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from gateway_capture import GatewayLineage, GatewaySink
+from nemo_gym.token_id_capture.lineage import stamp_continuation
+from nemo_gym.token_id_capture.records import TokenEntry, stamp_lineage
+
+class Counting(GatewayLineage):
+    num_records = 0
+    def _get(self, *path, **query):
+        answer = super()._get(*path, **query)
+        self.num_records += len(answer.get("records", [None]))
+        return answer
+
+async def main():
+    sink, lineage, items, tokens = GatewaySink(*sys.argv[2:]), Counting(*sys.argv[2:]), [], []
+    for turn in range(6):
+        items = [*items, {"type": "message", "role": "user", "content": f"question {turn}"}]
+        lineage.num_records = 0
+        found = await lineage.resolve("r", items)
+        assert found.match is None if turn == 0 else found.match.cumulative_token_ids == tuple(tokens), found
+        print(lineage.num_records)
+        said = {"type": "message", "role": "assistant", "content": f"answer {turn}"}
+        entry = TokenEntry(rollout_id="r", model_call_id=f"c{turn}", prompt_token_ids=[*tokens, 1],
+            generation_token_ids=[2 + turn], generation_log_probs=[-0.5], output_items=[said])
+        await sink.put(stamp_continuation(stamp_lineage(entry, found.match and found.match.model_call_id), items))
+        items, tokens = [*items, said], [*tokens, 1, 2 + turn]
+    await sink.close()
+
+asyncio.run(main())
 """
 CHECKS = {
     "put_then_freeze_visibility",
@@ -256,7 +299,8 @@ CHECKS = {
 }
 
 
-def test_gyms_conformance_checks_of_token_capture_pass() -> None:
+def in_gym(code: str) -> list[str]:
+    """Run code in Gym's Python against a gateway; return the words that it printed."""
     python = gym_environment(VERSION).python
 
     async def check() -> str:
@@ -265,7 +309,7 @@ def test_gyms_conformance_checks_of_token_capture_pass() -> None:
             gateway = await started(SpeakingGeneration("chatml", hello), settings=settings)
             stack.push_async_callback(gateway.close)
             process = await asyncio.create_subprocess_exec(
-                *(str(python), "-c", CONFORMANCE, str(IN_GYM), f"{gateway.base_url}/v1", POLICY_API_KEY),
+                *(str(python), "-c", code, str(IN_GYM), f"{gateway.base_url}/v1", POLICY_API_KEY),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
             )
@@ -273,4 +317,13 @@ def test_gyms_conformance_checks_of_token_capture_pass() -> None:
             assert process.returncode == 0, errors.decode()[-2000:]
             return output.decode()
 
-    assert set(asyncio.run(check()).split()) == CHECKS
+    return asyncio.run(check()).split()
+
+
+def test_gyms_conformance_checks_of_token_capture_pass() -> None:
+    assert set(in_gym(CONFORMANCE)) == CHECKS
+
+
+def test_the_call_that_a_request_continues_is_found_by_reading_two_records() -> None:
+    """The newest, and that whose tokens are needed, however long the rollout is."""
+    assert in_gym(READS) == ["0", "2", "2", "2", "2", "2"]

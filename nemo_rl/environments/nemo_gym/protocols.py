@@ -1,7 +1,8 @@
 """The forms in which a NeMo Gym server takes a row at POST /run and replies.
 
 Agents of nemo-gym 0.4 to 0.6 take the row itself. In 0.7 every agent is fronted by an environment server: a relay
-(`legacy_agent`) passes rows on, others run typed episodes (nemo_gym/episode_types.py).
+(`legacy_agent`) passes rows on, others run typed episodes (nemo_gym/episode_types.py). A row of Gym's materialized form
+is opened by data/nemo_gym_dataset.py: its input's fields, and its task's id under TASK_ID.
 """
 
 from collections.abc import Mapping
@@ -9,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from nemo_rl.data.nemo_gym_dataset import TASK_ID
 from nemo_rl.environments.nemo_gym.failures import find_row_failure, parse_episode_failure
 from nemo_rl.environments.nemo_gym.reply import GymEpisodeFailed, GymInvalidReply, GymReply, parse_reply
 
 ROUTING_KEYS = frozenset({"agent_ref", "task_source", "skills_ref"})  # not part of a task
 ROUTING_PREFIX = "_ng_"
+TASK_DATA = "task_data"  # a materialized task's container of fields that agents take at the top level
 TASK_KEYS = ("task_id", "problem_id", "instance_id")  # keys of a row that name its task, first come first
 
 
@@ -41,16 +44,17 @@ class RunProtocol:
     def encode(self, server: str, row: Mapping[str, Any], identity: RolloutIdentity, attempt: int) -> dict[str, Any]:
         """Return the body of the request for attempt number `attempt`, from 0."""
         if self.takes_episodes:
-            task_id = next((str(row[key]) for key in TASK_KEYS if row.get(key) is not None), identity.task_id)
+            task_id = row.get(TASK_ID) or {"taskset": server, "task_id": _name_task(row, identity)}
             task_input = {
                 name: value
                 for name, value in row.items()
                 if name not in ROUTING_KEYS and not name.startswith(ROUTING_PREFIX)
             }
-            task = {"task_id": {"taskset": server, "task_id": task_id}, "task_input": task_input}
+            task = {"task_id": task_id, "task_input": task_input}
             return {"episode_id": {"rollout_id": identity.rollout_id, "attempt": attempt}, "task": task}
+        row = _flatten(row)
         if not self.has_identity:
-            return dict(row)
+            return row
         return {**row, "_ng_rollout_id": identity.rollout_id} | ({"_ng_attempt_index": attempt} if attempt else {})
 
     def decode(self, body: object, sent: Mapping[str, Any]) -> GymReply:
@@ -74,6 +78,18 @@ PROTOCOL_OF_ENVIRONMENT_SERVER: Mapping[str, RunProtocol] = {  # by implementati
     "legacy_agent": RELAY_PROTOCOL,
     "single_agent_turn_legacy": RunProtocol(takes_episodes=True, has_identity=True, mask_is_failure=True),
 }
+
+
+def _name_task(row: Mapping[str, Any], identity: RolloutIdentity) -> str:
+    return next((str(row[key]) for key in TASK_KEYS if row.get(key) is not None), identity.task_id)
+
+
+def _flatten(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as agents take it: a materialized task's data at the top level, and no task's id beside."""
+    if TASK_ID not in row:
+        return dict(row)
+    fields = {name: value for name, value in row.items() if name not in (TASK_ID, TASK_DATA)}
+    return {**fields, **row.get(TASK_DATA, {})}
 
 
 def _open_episode(body: object, sent: Mapping[str, Any]) -> object:

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +25,7 @@ from nemo_rl.environments.nemo_gym.reply import GymInvalidReply, GymUnavailable
 
 REQUEST_TIMEOUT_S = 10.0  # per request to the head server, or probe of a server
 ANY_ADDRESS = ("0.0.0.0", "::")
+ROUTES_KEY = "environment_server_routes"  # Gym's own: environment servers by taskset
 STACK_ID_KEY = "nemo_rl_stack_id"  # in the configuration of a stack that the run started
 CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 GATEWAY_STATUSES = (502, 503, 504)
@@ -54,16 +55,18 @@ class GymServers:
     """The servers of a stack by name."""
 
     by_name: Mapping[str, GymServer]
+    routes: Mapping[str, str] = field(default_factory=dict)  # names of environment servers by taskset
 
     @property
     def runners(self) -> dict[str, GymServer]:
-        """Return the servers that run rows, by the names that rows give: of an agent or of an environment server.
+        """Return the servers that run rows, by the names that rows give: of agents, environment servers, tasksets.
 
         An agent's rows go to the environment server that fronts it; to the agent itself if none does, as in stacks up
         to nemo-gym 0.6. An agent with several has no route of its own: its rows name one of them.
         """
         fronts = [server for server in self.by_name.values() if server.kind == ENVIRONMENT_SERVERS]
-        runners = {server.name: server for server in fronts}
+        runners = {taskset: self.by_name[name] for taskset, name in self.routes.items() if name in self.by_name}
+        runners |= {server.name: server for server in fronts}
         for name, server in self.by_name.items():
             if server.kind == AGENT_SERVERS:
                 candidates = [front for front in fronts if name in front.fronted_agents] or [server]
@@ -138,7 +141,8 @@ def parse_servers(config: Mapping[Any, Any], *, head_host: str) -> GymServers:
         needs = tuple(sorted(set(_iter_server_references(settings))))
         fronted = tuple(_iter_fronted_agents(settings)) if kind == ENVIRONMENT_SERVERS else ()
         servers[str(name)] = GymServer(str(name), kind, url, needs, str(implementation), fronted)
-    return GymServers(servers)
+    routes = config.get(ROUTES_KEY)
+    return GymServers(servers, routes if isinstance(routes, Mapping) else {})
 
 
 class ProbeResult(Enum):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.data.nemo_gym_dataset import TASK_ID
 from nemo_rl.data.prompt_sets import PromptSet, load_prompt_sets
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Message, ToolCall
@@ -53,6 +54,23 @@ def test_the_section_names_environment_set_and_the_agent_of_rows_without_one(sec
     assert prompt.env_state["row"] == plain | {"agent_ref": {"type": "responses_api_agents", "name": "greeter"}}
 
 
+def task_row(**changes: Any) -> dict[str, Any]:
+    task_input = {name: value for name, value in row().items() if name != "agent_ref"} | {"task_id": "flat"}
+    return {"task_id": {"taskset": "cards", "task_id": "7"}, "task_input": task_input, **changes}
+
+
+def test_a_materialized_row_is_opened_and_goes_where_its_taskset_does(section) -> None:
+    routed, named, default = (
+        train_set(section(each, **keys)).prompts[0]
+        for each, keys in ((task_row(), {}), (task_row(agent_ref=CARDS), {}), (task_row(), {"agent_name": "dealer"}))
+    )
+    assert [prompt.agent_name for prompt in (routed, named, default)] == ["cards", "blackjack_agent", "dealer"]
+    assert routed.messages == (Message("user", "2+2"),)
+    sent = routed.env_state["row"]
+    assert (sent["expected_answer"], sent["task_id"], sent[TASK_ID]) == ("4", "flat", task_row()["task_id"])
+    assert "task_input" not in sent
+
+
 def test_items_of_a_conversation_become_messages_and_tools_those_of_templates(section) -> None:
     conversation = [
         {"role": "developer", "content": "Be brief."},
@@ -78,6 +96,9 @@ def test_items_of_a_conversation_become_messages_and_tools_those_of_templates(se
     [
         ("{", "no valid JSON"),
         ({"agent_ref": MATH}, "responses_create_params is missing, not an object"),
+        (task_row(task_id={"taskset": "t"}), "task_id is {'taskset': 't'}, not an object with the texts"),
+        (task_row(task_input=3), "task_input is 3, not an object"),
+        (task_row(task_input={"task_data": 3}), "task_input.task_data is 3, not an object"),
         ({"responses_create_params": "x", "agent_ref": MATH}, "responses_create_params is 'x', not an object"),
         ({"responses_create_params": {"input": "x"}}, r"agent_ref is missing, .* \(agent_name of the dataset"),
         (row(agent={"type": "a"}), "agent_ref is {'type': 'a'}, not an object with the name"),

@@ -25,6 +25,7 @@ from nemo_rl.experience.rollout_dispatch import run_rollouts
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.gateway.manager import GatewayManager
+from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.types import (
     FailureClass,
     GenerationRequest,
@@ -89,7 +90,8 @@ def use(
     async def main() -> None:
         engine = generation or SpeakingGeneration("chatml", hello)
         the_rules = rules(max_model_len=max_model_len)
-        manager = await GatewayManager.start(engine, codec_of("chatml"), the_rules, GatewayConfig(num_servers=2))
+        section_of_gateway = GatewayConfig(num_servers=2, max_captured_mib=1)
+        manager = await GatewayManager.start(engine, codec_of("chatml"), the_rules, section_of_gateway)
         policy = {"policy_base_url": manager.default_base_url, "policy_api_key": manager.api_key}
         async with FakeGymStack(script=script, front=front, **policy) as stack:
             settings: dict[str, Any] = {"timeout_s": DEADLINE_S, "retry_backoff_s": 0.01} | section
@@ -327,6 +329,10 @@ def captured_rollout(**losses: Any) -> Trajectory:
             store.put(key, f"c{index}", json.dumps(record).encode())
         if "lost" in losses:
             store.mark_incomplete(key, "c9")
+        if "full" in losses:
+            with pytest.raises(RequestError):
+                store.put(key, "c9", b" " * (2**20))
+            store.mark_incomplete(key, "c9")
 
     seen: list[Trajectory] = []
 
@@ -350,6 +356,7 @@ def test_calls_that_gym_captured_are_trained_where_the_reply_names_none() -> Non
     ("losses", "cause"),
     [
         ({"lost": True}, "failed to capture a call"),
+        ({"full": True}, "call of the model (captured records fill 1048576 bytes; raise gateway.max_captured_mib)"),
         ({"prompt_is_delta": True}, "delta_records must be off"),
         ({"generation_token_ids": [7]}, "1 tokens with"),
         (dict.fromkeys(TOKEN_FIELDS), "captured record 0 has no tokens"),
@@ -396,7 +403,7 @@ def test_what_gym_captured_of_a_rollout_that_fails_or_is_cancelled_is_forgotten(
         await asyncio.wait([running])
         assert running.cancelled() or running.result()[0].failure is not None
         (identity,) = identities
-        assert [store.read(identity.capture_key(attempt)).records for attempt in (0, 1)] == [(), ()]
+        assert [store.list_calls(identity.capture_key(attempt)).records for attempt in (0, 1)] == [(), ()]
 
     use(body, script=scripted(**script), front=front, timeout_s=0.5)
 

@@ -27,8 +27,11 @@ async def ask(server: GatewayServer, method: str, path: str, body: bytes | None 
 def test_records_come_back_as_they_were_stored_and_end_with_their_rollout() -> None:
     async def use(server: GatewayServer) -> None:
         await ask(server, "POST", "r1/calls/a/begin")
-        assert (await ask(server, "GET", "r1"))[1]["incomplete"]
+        assert await ask(server, "GET", "r1/calls/a") == (404, "record_not_found")
         assert (await ask(server, "POST", "r1/calls/a", RECORD))[0] == 200
+        assert await ask(server, "GET", "r1/calls/a") == (200, json.loads(RECORD))
+        assert (await ask(server, "GET", "r1/calls"))[1]["records"] == [json.loads(RECORD)]
+        assert (await ask(server, "GET", "r1/calls?after=1"))[1]["records"] == []
         _, frozen = await ask(server, "POST", "r1/freeze")
         assert (frozen["records"], frozen["incomplete"]) == ([json.loads(RECORD)], False)
         assert await ask(server, "POST", "r1/calls/b", RECORD) == (409, "rollout_frozen")
@@ -55,6 +58,7 @@ def test_records_come_back_as_they_were_stored_and_end_with_their_rollout() -> N
         ("POST", f"{'r' * 300}/calls/a", RECORD),
         ("POST", "r/incomplete", b'{"call_id": 3}'),
         ("DELETE", "r?version=x", None),
+        ("GET", "r/calls?after=-1", None),
     ],
 )
 def test_malformed_requests_store_nothing(method: str, path: str, body: bytes | None) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl.gateway.captures import CaptureStore
+from nemo_rl.gateway.captures import CapturedCalls, CaptureStore
 from nemo_rl.gateway.request_errors import RequestError
 
 
@@ -39,11 +39,12 @@ def test_a_record_is_stored_once_whatever_is_sent_again() -> None:
 
 def test_a_rollout_that_lost_a_call_is_incomplete() -> None:
     store = store_of()
-    store.announce("announced", "a")
-    assert store.read("announced").is_incomplete
+    for rollout in ("lost", "announced"):
+        store.announce(rollout, "a")
     store.put("announced", "a", b"1")
-    assert not store.read("announced").is_incomplete
+    assert store.freeze("lost").is_incomplete
     before = store.freeze("announced")
+    assert not before.is_incomplete
     store.mark_incomplete("announced", "b")
     after = store.freeze("announced")
     assert after.is_incomplete
@@ -72,12 +73,30 @@ def test_a_full_store_refuses_records_until_rollouts_are_retired_or_forgotten() 
     clock.now = 6
     store.put("young", "a", b"3")
     assert refused(store, "young", "b", b"4") == "over_capacity"
+    assert store.freeze("other").problem == ""
     clock.now = 11
     store.put("young", "b", b"45")
-    assert store.read("old").records == ()
+    assert store.list_calls("old").records == ()
     snapshot = store.freeze("young")
+    assert snapshot.problem == "captured records fill 3 bytes; raise gateway.max_captured_mib"
     assert store.drop("young", snapshot_id=snapshot.snapshot_id, version=snapshot.version)
     store.put("next", "a", b"678")
+
+
+def test_records_are_read_one_by_one_and_from_where_a_reader_was() -> None:
+    store = store_of()
+    for call in ("a", "b", "c"):
+        store.put("r", call, call.encode())
+    assert store.read_call("r", "b") == b"b"
+    serial = store.list_calls("r").serial
+    assert store.list_calls("r", after=2) == CapturedCalls(serial, (b"c",))
+    assert store.list_calls("r", after=3) == CapturedCalls(serial, ())
+    with pytest.raises(RequestError) as error:
+        store.read_call("r", "d")
+    assert error.value.code == "record_not_found"
+    store.take("r")
+    store.put("r", "e", b"e")
+    assert store.list_calls("r").serial != serial  # no reader may go on where it was in another capture
 
 
 def test_a_rollout_is_taken_once_with_all_that_was_captured() -> None:
@@ -96,7 +115,7 @@ def test_a_rollout_that_is_over_gives_up_the_room_of_all_its_attempts() -> None:
     for rollout in ("r", "r-a1", "r2", "s"):
         store.put(rollout, "a", b"1")
     store.end("r")
-    assert [store.read(rollout).records for rollout in ("r", "r-a1", "r2", "s")] == [(), (), (b"1",), (b"1",)]
+    assert [store.list_calls(rollout).records for rollout in ("r", "r-a1", "r2", "s")] == [(), (), (b"1",), (b"1",)]
     assert refused(store, "r-a1", "b", b"2") == "rollout_frozen"  # what was given up on still runs
     store.put("next", "a", b"34")
     assert refused(store, "next", "b", b"5") == "over_capacity"

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.data.nemo_gym_dataset import TASK_ID
 from nemo_rl.environments.nemo_gym.protocols import (
     AGENT_PROTOCOL,
     EPISODE_PROTOCOL,
@@ -40,6 +41,22 @@ def test_an_episode_has_the_rows_task_without_its_routing(protocol: Any) -> None
     }
     named = protocol.encode("e", {**ROW, "problem_id": 12, "instance_id": "x"}, IDENTITY, 0)
     assert named["task"]["task_id"]["task_id"] == "12"
+
+
+TASK = {"taskset": "gpqa", "task_id": "7"}
+OPENED = {"responses_create_params": {"input": "?"}, "task_data": {"answer": "B"}, "task_id": "flat", TASK_ID: TASK}
+
+
+def test_a_materialized_task_keeps_its_id_and_its_input() -> None:
+    task_input = {name: value for name, value in OPENED.items() if name != TASK_ID}
+    assert EPISODE_PROTOCOL.encode("e", OPENED, IDENTITY, 0)["task"] == {"task_id": TASK, "task_input": task_input}
+
+
+@pytest.mark.parametrize("protocol", [AGENT_PROTOCOL, RELAY_PROTOCOL])
+def test_an_agent_gets_the_fields_of_a_materialized_task(protocol: Any) -> None:
+    sent = protocol.encode("e", OPENED, IDENTITY, 0)
+    sent.pop("_ng_rollout_id", None)
+    assert sent == {"responses_create_params": {"input": "?"}, "answer": "B", "task_id": "flat"}
 
 
 def test_rollouts_without_a_given_identity_have_names_of_their_own() -> None:

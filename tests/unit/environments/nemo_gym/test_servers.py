@@ -91,6 +91,14 @@ def test_rows_go_to_the_environment_server_that_fronts_their_agent() -> None:
     assert parse_servers(CONFIG, head_host="h").runners["math_agent"].protocol is AGENT_PROTOCOL
 
 
+def test_rows_of_a_taskset_go_to_the_environment_server_of_its_route() -> None:
+    fronts = {"chess_front": front("single_agent_turn", 8, agent_server=ref("responses_api_agents", "chess_agent"))}
+    routes = {"environment_server_routes": {"endgames": "chess_front", "openings": "elsewhere"}}
+    runners = parse_servers({**CONFIG, **fronts, **routes}, head_host="127.0.0.1").runners
+    assert runners["endgames"].name == "chess_front"
+    assert "openings" not in runners
+
+
 def test_an_agent_of_several_environment_servers_has_no_route_of_its_own() -> None:
     fronts = {f"front_{i}": front("two_agents", i, user=ref("responses_api_agents", "math_agent")) for i in (7, 8)}
     servers = parse_servers({**CONFIG, **fronts}, head_host="127.0.0.1")
