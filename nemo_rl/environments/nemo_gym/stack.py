@@ -30,6 +30,7 @@ START_SCRIPT = "import sys; sys.argv = ['gym', 'env', 'start']; from nemo_gym.cl
 IN_GYM = Path(__file__).with_name("in_gym")  # modules for Gym's processes
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # for the supervisor to end
+RAY_IS_LATE = "The current node timed out during startup"  # Ray's error after 30 s, which no setting changes
 TAIL_BYTES = 4096
 TAIL_LINES = 25
 
@@ -57,16 +58,17 @@ class GymStack:
     ) -> "GymStack":
         """Start a stack and wait until all its servers respond; its files and `gym.log` are in `run_dir/nemo_gym`.
 
+        Gym's Ray gives up after 30 s, as on a busy machine; the stack is then started once more.
         Raises ConfigError for an invalid configuration, GymUnavailable with the end of the log for a stack that is not
         up within `start_timeout_s`, which does not count the creation of its environment.
         """
-        stack = await asyncio.to_thread(cls._launch, section, policy, run_dir / "nemo_gym", key)
         try:
-            await stack._wait_until_ready(section.start_timeout_s, key)
-        except BaseException:
-            await stack.close()
-            raise
-        return stack
+            return await cls._start_once(section, policy, run_dir, key)
+        except GymStackEnded as error:
+            if RAY_IS_LATE not in str(error):
+                raise
+            logger.warning("NeMo Gym's Ray did not start within 30 s; starting the stack again")
+        return await cls._start_once(section, policy, run_dir, key)
 
     def check(self) -> None:
         """Raise GymStackEnded, with the end of the log, if the stack has ended: Gym stops when a server dies."""
@@ -77,6 +79,16 @@ class GymStack:
     async def close(self) -> None:
         """End every process of the stack; idempotent."""
         await asyncio.to_thread(self._terminate)
+
+    @classmethod
+    async def _start_once(cls, section: NemoGymConfig, policy: ServedPolicy, run_dir: Path, key: str) -> "GymStack":
+        stack = await asyncio.to_thread(cls._launch, section, policy, run_dir / "nemo_gym", key)
+        try:
+            await stack._wait_until_ready(section.start_timeout_s, key)
+        except BaseException:
+            await stack.close()
+            raise
+        return stack
 
     @classmethod
     def _launch(cls, section: NemoGymConfig, policy: ServedPolicy, directory: Path, key: str) -> "GymStack":

@@ -1,6 +1,7 @@
 """In place of `gym env start`: a head server that is its only agent too, and a process in a session of its own.
 
-`mode` of the configuration: "serves", "dies" at once, or is "late" for ever. Writes the ids of its processes down.
+`mode` of the configuration: "serves", "dies" at once, or is "late" for ever; its Ray is late `late_rays` times. Writes
+the ids of its processes down.
 """
 
 import json
@@ -17,6 +18,12 @@ config = OmegaConf.load("env.yaml")
 sys.stderr.write("this is the stand-in of NeMo Gym\n")
 if config.mode == "dies":
     sys.exit("no such key: policy_modle_name")
+starts = Path("starts")
+starts.write_text(starts.read_text() + "." if starts.exists() else ".")
+if len(starts.read_text()) <= config.get("late_rays", 0):
+    sys.exit(
+        "Exception: The current node timed out during startup. This could happen because some of the raylet failed"
+    )
 helper = subprocess.Popen(["sleep", "600"], start_new_session=True)
 Path("pids.part").write_text(f"{os.getpid()} {helper.pid}")
 Path("pids.part").rename("pids")

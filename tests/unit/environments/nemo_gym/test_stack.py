@@ -121,6 +121,20 @@ def test_a_stack_that_dies_at_start_shows_the_end_of_its_log(section: Any, tmp_p
     assert str(error.value).endswith("this is the stand-in of NeMo Gym\nno such key: policy_modle_name")
 
 
+@pytest.mark.parametrize("late_rays", [1, 2])
+def test_a_stack_whose_ray_is_late_is_started_once_more(late_rays: int, section: Any, tmp_path: Path) -> None:
+    async def use(stack: GymStack) -> None:
+        stack.check()
+
+    late = section("serves", overrides={"mode": "serves", "late_rays": late_rays})
+    if late_rays == 1:
+        with_stack(late, tmp_path, use)
+    else:
+        with pytest.raises(GymStackEnded, match="The current node timed out during startup"):
+            asyncio.run(start(late, tmp_path))
+    assert (tmp_path / "nemo_gym" / "starts").read_text() == ".."
+
+
 def test_a_stack_that_is_late_is_ended_and_shows_its_log(section: Any, tmp_path: Path) -> None:
     with pytest.raises(GymUnavailable) as error:
         asyncio.run(start(section("late", start_timeout_s=3.0), tmp_path))
