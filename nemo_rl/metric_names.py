@@ -32,6 +32,9 @@ OPTIMIZATION = MetricGroup(
         "train/loss": "the minimised loss, summed over the micro-batches of an optimizer step",
         "train/grad_norm": "norm of the gradient before clipping",
         "train/lr": "learning rate of the step",
+        "train/router_balance": "balance loss of the routers before `policy.moe.aux_loss_coeff`, summed over the "
+        "layers; 1 per layer if the experts have the same load",
+        "train/router_z": "z-loss of the routers before `policy.moe.z_loss_coeff`, summed over the layers",
         "train/global_valid_seqs": "samples that contribute to the gradient",
         "train/global_valid_toks": "tokens that contribute to the gradient",
         "train/total_num_tokens": "tokens of the batch, including prompts, excluding padding",

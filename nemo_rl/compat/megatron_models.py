@@ -3,7 +3,6 @@
 config.json of the model, if it is on this machine, tells whether it is mapped; else the recipe's expert parallelism.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +12,12 @@ from nemo_rl.compat.tables import Cause, Report, find_named_models
 from nemo_rl.policy.megatron.backend import SUPPORTED_MODEL_TYPES, MegatronOptimizerConfig, MegatronSchedulerConfig
 
 EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-ROUTERS = ["*.gate.weight", "*.router.weight"]  # of transformers' models with experts
 FOREVER = 1_000_000_000  # training steps
 UNMAPPED = Cause("layout", "Megatron trains models of type {types}; write {key}.megatron_cfg.enabled: false for FSDP2")
-BALANCING = Cause("results", "no loss or bias balances the experts: write none, and a rate of 0")
 SWITCHED = (
     "{key}: Megatron does not map {model}, so FSDP2 trains it (--allow-unsupported): a rank holds whole layers and "
-    "sequences, policy.optimizer and policy.scheduler are those of megatron_cfg, {routers}and weight decay also "
-    "reaches norms and biases"
+    "sequences, policy.optimizer and policy.scheduler are those of megatron_cfg, and weight decay also reaches norms "
+    "and biases"
 )
 
 
@@ -30,8 +27,6 @@ class UnmappedModel:
 
     key: str  # policy, teacher or teachers.<task>
     section: dict[str, Any]
-    freezes_router: bool
-    balancing: tuple[tuple[str, object], ...]  # settings by which NeMo-RL balances the load of experts
 
 
 def find_unmapped(config: dict[str, Any]) -> list[UnmappedModel]:
@@ -40,8 +35,7 @@ def find_unmapped(config: dict[str, Any]) -> list[UnmappedModel]:
     for key, model in find_named_models(config):
         section = model.get("megatron_cfg")
         if isinstance(section, dict) and not _is_mapped(key, model, section):
-            balancing = tuple(_balancing(section)) if key == "policy" else ()
-            found.append(UnmappedModel(key, model, bool(section.get("freeze_moe_router")), balancing))
+            found.append(UnmappedModel(key, model))
     return found
 
 
@@ -57,19 +51,14 @@ def train_elsewhere(unmapped: list[UnmappedModel], report: Report) -> None:
                 cause = Cause(UNMAPPED.effect, UNMAPPED.text.format(types=types, key=one.key))
                 report.refuse(f"{one.key}.megatron_cfg.enabled", True, cause)
             continue
-        for name, value in one.balancing:
-            report.refuse(f"{one.key}.megatron_cfg.{name}", value, BALANCING)
         try:
             changes = _optimizer_and_schedule(section) if one.key == "policy" else {}
         except ValidationError:
             continue  # the schema reports it
         dtensor = {key: section[key] for key in ("activation_checkpointing",) if key in section}
-        if one.key == "policy" and one.freezes_router:
-            dtensor["frozen_parameters"] = ROUTERS
         one.section.pop("megatron_cfg")
         one.section.update({"dtensor_cfg": dtensor, "backend": "fsdp2", **changes})
-        routers = "routers stay frozen, " if "frozen_parameters" in dtensor else ""
-        report.notes.append(SWITCHED.format(key=one.key, model=one.section.get("model_name"), routers=routers))
+        report.notes.append(SWITCHED.format(key=one.key, model=one.section.get("model_name")))
 
 
 def _is_mapped(key: str, model: dict[str, Any], section: dict[str, Any]) -> bool:
@@ -80,16 +69,6 @@ def _is_mapped(key: str, model: dict[str, Any], section: dict[str, Any]) -> bool
     if values is not None:
         return values.get("model_type") in SUPPORTED_MODEL_TYPES
     return all(section.get(size) in (None, 1) for size in EXPERT_SIZES)
-
-
-def _balancing(section: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yield the settings that change what the router learns, by a loss or by a bias of each expert."""
-    kind, coefficient = section.get("moe_router_load_balancing_type"), section.get("moe_aux_loss_coeff")
-    if kind not in (None, "none") and coefficient != 0:
-        yield "moe_router_load_balancing_type", kind
-    rate = section.get("moe_router_bias_update_rate")
-    if rate and section.get("moe_router_enable_expert_bias") is not False:
-        yield "moe_router_bias_update_rate", rate
 
 
 def _optimizer_and_schedule(section: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from nemo_rl.compat import counterparts, data_sections, environment_sections, megatron_models, reward_model_recipes
+from nemo_rl.compat import (
+    counterparts,
+    data_sections,
+    environment_sections,
+    megatron_models,
+    moe_sections,
+    reward_model_recipes,
+)
 from nemo_rl.compat.tables import (
     Cause,
     Report,
@@ -328,6 +335,7 @@ def _translate_supervised(config: dict[str, Any], *, is_foreign: bool) -> None:
 
 _STEPS: tuple[Callable[[dict[str, Any], Report], None], ...] = (
     *counterparts.STEPS,
+    moe_sections.translate_routers,
     _translate_validation,
     _translate_engine,
     data_sections.translate_loaders,

@@ -8,6 +8,7 @@ from pydantic import Field, SerializeAsAny, ValidationError
 
 from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.layout import Layout
+from nemo_rl.config.moe import MoEConfig
 from nemo_rl.config.registries import ENGINES, POLICY_BACKENDS, TEACHER_BACKENDS
 from nemo_rl.config.server import ServerConfig
 from nemo_rl.config.value_types import Delay, Processes, Seconds, TokenId
@@ -351,6 +352,7 @@ class PolicyConfig(ModelConfig, ParallelModelConfig):
     offload: Literal["auto", "always", "never"] = "auto"
     optimizer: OptimizerConfig = OptimizerConfig.with_defaults()  # the optimizer, by dotted path
     scheduler: SchedulerStageConfig | list[SchedulerStageConfig] | None = None
+    moe: MoEConfig = MoEConfig.with_defaults()  # routers of a mixture of experts, and the balance of its load
 
 
 class RolloutPolicyConfig(PolicyConfig, SampledModelConfig):

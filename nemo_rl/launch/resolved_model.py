@@ -9,6 +9,7 @@ from nemo_rl.algorithms.cross_tokenizer_stage import TeacherTargetBuilder
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
 from nemo_rl.config.checks import uses_cross_tokenizer
 from nemo_rl.config.master import DistillationRunConfig, TrainingRunConfig
+from nemo_rl.config.moe import check_moe
 from nemo_rl.config.policy import ModelConfig, PolicyConfig, TeacherConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.token_alignment import Vocabulary
@@ -45,6 +46,7 @@ async def resolve_policy(section: PolicyConfig) -> ResolvedModel:
     path = await resolve_model(section.model_name)
     config = load_config(path, section.hf_config_overrides)
     section.parallelism.check_model(config, key=f"policy.{section.backend_key}")
+    check_moe(section.moe, config)
     check_context_length(section, config)
     tokenizer = load_tokenizer(section.tokenizer, path)
     encoder = ChatEncoder(tokenizer, chat_template_kwargs=section.tokenizer.chat_template_kwargs)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -66,6 +67,11 @@ def shard(
     for layer in decoder_layers(module):
         fully_shard(layer, mesh=mesh["dp"], mp_policy=of_layers, offload_policy=offload)
     fully_shard(module, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)
+
+
+def data_parallel_group(layout: RankLayout, device: torch.device) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that share the samples; None for a single one."""
+    return device_mesh(layout, device).get_group("dp") if layout.data_parallel_size > 1 else None
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:

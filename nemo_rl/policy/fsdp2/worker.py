@@ -8,7 +8,8 @@ model's files a shard at a time, and leave under the files' names, gathered and 
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, optimizers, step_report
 from nemo_rl.policy.fsdp2 import sharding
 from nemo_rl.policy.fsdp2.backend import DTensorConfig, TrainedDTensorConfig, check_tensor_parallel
+from nemo_rl.policy.fsdp2.balance import RouterBalance, freeze_routers, routed_tokens
 from nemo_rl.policy.fsdp2.lora import DIRECTORY as ADAPTER_DIRECTORY
 from nemo_rl.policy.fsdp2.lora import Adapters, AdaptersDisabled, LazyMergedWeight, merge_adapter_weights
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
@@ -102,6 +104,9 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
             max_grad_norm=config.max_grad_norm,
             layout=layout,
             keeps_unsharded=sharding.should_keep_unsharded(self.module, config, layout, self.device),
+            balance=RouterBalance.of(
+                self._model, config.moe, layout=layout, group=sharding.data_parallel_group(layout, self.device)
+            ),
         )
 
     def _load_module(
@@ -124,6 +129,8 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
             module.requires_grad_(False)
         else:
             hf_model.freeze_parameters(model, section.frozen_parameters, key="policy.dtensor_cfg.frozen_parameters")
+            if config.moe.freeze_router:
+                freeze_routers(model)
         if sharding.should_compile(model, section, self.device):
             sharding.compile_layers(model)
         if section.activation_checkpointing and not is_frozen:
@@ -311,6 +318,7 @@ class FSDP2Trainer:
     max_grad_norm: float | None
     layout: RankLayout = SINGLE_RANK
     keeps_unsharded: bool = False
+    balance: RouterBalance | None = None
 
     def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> step_report.OptimizerStep:
         """Take one optimizer step on these rows and return its report, which is the same on every rank.
@@ -327,6 +335,8 @@ class FSDP2Trainer:
         skip_cause = step_report.find_skip_cause(values["loss"], grad_norm)
         if skip_cause is None:
             self.optimizer.step()
+        if self.balance is not None:
+            self.balance.end_step(is_taken=skip_cause is None)
         self.optimizer.zero_grad(set_to_none=True)
         return step_report.OptimizerStep(values, reductions, normalizer, grad_norm, skip_cause)
 
@@ -336,23 +346,53 @@ class FSDP2Trainer:
         metrics: dict[str, torch.Tensor] = {}
         reductions: dict[str, step_report.Reduction] = {}
         parts = list(micro_batches(batch, rows, self.batching, self.layout))
+        weights = self._balance_weights(parts)
         with sharding.kept_unsharded(self.module, is_enabled=self.keeps_unsharded):
             for index, (own_rows, part) in enumerate(parts):
                 if index == len(parts) - 1:
                     sharding.reduce_next_gradients(self.module)
-                lengths = part[keys.LENGTHS].tolist()
-                part = part.to(self.device)
-                inputs = part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0
-                if len(own_rows) == 0:  # zero gradients, in step with the ranks that have samples left
-                    self.module(*inputs, lengths=lengths).logprobs.sum().backward()
-                    continue
-                wanted = loss_fn.required_scores
-                candidate_ids = None if wanted.candidates is None else part[wanted.candidates]
-                scores = self.module(*inputs, wanted, candidate_ids, lengths, columns_of(part))
-                for name, metric in self._backward(scores, part, normalizer, loss_fn).items():
+                with self._balanced(part, is_empty=len(own_rows) == 0, weight=weights[index]):
+                    found = self._micro_batch(own_rows, part.to(self.device), normalizer, loss_fn)
+                for name, metric in found.items():
                     metrics[name] = step_report.accumulate_metric(metric, metrics.get(name))
                     reductions[name] = metric.reduction
+        if self.balance is not None:
+            losses = self.balance.take_losses()
+            metrics, reductions = metrics | losses, reductions | dict.fromkeys(losses, "sum")
         return metrics, reductions
+
+    def _micro_batch(
+        self, own_rows: torch.Tensor, part: TrainingBatch, normalizer: Normalizer, loss_fn: LossFn
+    ) -> dict[str, Metric]:
+        """Add the gradient of one micro-batch; without rows, zero gradients, in step with the ranks that have some."""
+        inputs, lengths = (part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0), part[keys.LENGTHS].tolist()
+        if len(own_rows) == 0:
+            logprobs = self.module(*inputs, lengths=lengths).logprobs
+            self._end_forward()
+            logprobs.sum().backward()
+            return {}
+        wanted = loss_fn.required_scores
+        candidate_ids = None if wanted.candidates is None else part[wanted.candidates]
+        scores = self.module(*inputs, wanted, candidate_ids, lengths, columns_of(part))
+        self._end_forward()
+        return self._backward(scores, part, normalizer, loss_fn)
+
+    def _balance_weights(self, parts: Sequence[tuple[torch.Tensor, TrainingBatch]]) -> list[float]:
+        if self.balance is None:
+            return [0.0] * len(parts)
+        return self.balance.weights([part[keys.LENGTHS].tolist() if len(rows) else [] for rows, part in parts])
+
+    def _balanced(self, part: TrainingBatch, *, is_empty: bool, weight: float) -> AbstractContextManager[None]:
+        if self.balance is None:
+            return nullcontext()
+        lengths, width = part[keys.LENGTHS].tolist(), part[keys.TOKEN_IDS].shape[1]
+        is_packed = self.module.is_packed
+        mask = routed_tokens(lengths, width, is_packed=is_packed, is_empty=is_empty, device=self.device)
+        return self.balance.micro_batch(mask, weight)
+
+    def _end_forward(self) -> None:
+        if self.balance is not None:
+            self.balance.end_forward()
 
     def _backward(
         self, scores: TokenScores, part: TrainingBatch, normalizer: Normalizer, loss_fn: LossFn

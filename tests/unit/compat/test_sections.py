@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.compat import data_sections, environment_sections, megatron_models
 from nemo_rl.compat.tables import Report
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.hf_model import freeze_parameters
 from nemo_rl.policy.megatron.optimizer_keys import to_torch_config
-from tests.unit.policy.tiny import SIZES, learning_rates
+from tests.unit.policy.tiny import learning_rates
 
 
 def report(*, allow: bool = False) -> Report:
@@ -146,28 +143,15 @@ def test_config_json_tells_that_a_model_is_not_mapped(tmp_path: Path) -> None:
 
 
 def test_experts_are_trained_by_fsdp2_where_a_layout_may_change() -> None:
-    experts = {"expert_model_parallel_size": 8, "freeze_moe_router": True, "moe_router_load_balancing_type": "none"}
+    experts = {"expert_model_parallel_size": 8, "moe_router_load_balancing_type": "none"}
     config, notes = megatron("org/absent", activation_checkpointing=True, **experts), report(allow=True)
     train_elsewhere(config, notes)
     assert notes.problems == []
     policy = config["policy"]
-    assert policy["dtensor_cfg"] == {"activation_checkpointing": True, "frozen_parameters": megatron_models.ROUTERS}
+    assert policy["dtensor_cfg"] == {"activation_checkpointing": True}
     assert policy["optimizer"]["kwargs"] == {"lr": 2e-6, "weight_decay": 0.1, "betas": [0.8, 0.95], "eps": 1e-8}
     assert "megatron_cfg" not in policy
     assert "Megatron does not map org/absent, so FSDP2 trains it" in notes.notes[0]
-
-
-@pytest.mark.parametrize(
-    ("key", "options"),
-    [
-        ("moe_router_load_balancing_type", {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}),
-        ("moe_router_bias_update_rate", {"moe_router_bias_update_rate": 1e-3}),
-    ],
-)
-def test_what_balances_experts_is_refused_since_it_changes_results(key: str, options: dict[str, Any]) -> None:
-    config, notes = megatron("org/absent", expert_model_parallel_size=8, **options), report(allow=True)
-    train_elsewhere(config, notes)
-    assert [problem.key for problem in notes.problems] == [f"policy.megatron_cfg.{key}"]
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
@@ -182,15 +166,3 @@ def test_the_schedule_of_a_switched_model_is_megatrons(style: str, warmup: int) 
         {"model_name": "m"} | {k: config["policy"][k] for k in ("optimizer", "scheduler")}
     )
     assert learning_rates(ours, 14) == pytest.approx(learning_rates(theirs, 14), rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
-def test_the_patterns_of_routers_fit_one_weight_of_each_layer(name: str) -> None:
-    sizes = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
-    config = AutoConfig.for_model(name, **SIZES, **sizes, topk_group=1, first_k_dense_replace=0, head_dim=8)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    freeze_parameters(model, megatron_models.ROUTERS, key="k")
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    assert [name.split(".")[:3] for name in frozen] == [["model", "layers", str(i)] for i in range(2)]
-    assert all(model.get_parameter(name).shape == (4, SIZES["hidden_size"]) for name in frozen)

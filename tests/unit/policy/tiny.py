@@ -11,6 +11,8 @@ from tensordict import TensorDict
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -19,11 +21,15 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -92,10 +98,52 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+def qwen3_moe() -> PreTrainedModel:
+    experts: dict[str, Any] = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**EVEN, **experts, head_dim=8, tie_word_embeddings=False))
+
+
+def mixtral() -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
+
+
+def deepseek_v3() -> PreTrainedModel:
+    """Return a model with a dense layer, a shared expert, 2 groups of 4 experts, and biases that change choices."""
+    experts: dict[str, Any] = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+    }
+    groups: dict[str, Any] = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
+    ranks: dict[str, Any] = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    sizes = SIZES | {"num_key_value_heads": 4}
+    config = DeepseekV3Config(**sizes, **experts, **groups, **ranks, first_k_dense_replace=1, rope_interleave=True)
+    model = DeepseekV3ForCausalLM(config)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(torch.linspace(-0.1, 0.1, len(bias)))
+    return model
+
+
+EXPERT_MODELS = {"qwen3_moe": qwen3_moe, "mixtral": mixtral, "deepseek_v3": deepseek_v3}
+
+
 def saved_model(name: str, directory: Path) -> Path:
     torch.manual_seed(0)
     path = directory / name
-    MODELS[name]().save_pretrained(path)
+    (MODELS | EXPERT_MODELS)[name]().save_pretrained(path)
     return path
 
 

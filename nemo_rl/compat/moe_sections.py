@@ -1,0 +1,75 @@
+"""NeMo-RL's keys of routers, `policy.megatron_cfg.freeze_moe_router` and `moe_*`, as `policy.moe`.
+
+Its recipes write them for dense models too, where they ask for nothing: the table (keys.yaml) drops what is left.
+"""
+
+from typing import Any
+
+from nemo_rl.compat.megatron_models import EXPERT_SIZES
+from nemo_rl.compat.tables import Cause, Report, reach
+from nemo_rl.config.moe import EXPERT_COUNTS, SIGMOID_MODEL_TYPES
+from nemo_rl.config.recipe_files import at
+
+PREFIX = "policy.megatron_cfg"
+LOSSES = ("aux_loss", "global_aux_loss")  # shares over a micro-batch of all data-parallel ranks, or over the step
+UNKNOWN_COEFFICIENT = Cause(
+    "results", "the weight would be the model's own in NeMo-RL; write policy.moe.aux_loss_coeff"
+)
+OTHER_LOSS = Cause("results", "load is balanced over whole batches: write aux_loss, or policy.moe.aux_loss_coeff")
+NO_BIAS = Cause("results", f"only routers of {', '.join(SIGMOID_MODEL_TYPES)} have a bias per expert; write 0")
+
+
+def translate_routers(config: dict[str, Any], report: Report) -> None:
+    """Move the policy's keys of routers to `policy.moe`, in place, if the model has experts."""
+    policy, section = config.get("policy"), at(config, ["policy", "megatron_cfg"])
+    if not isinstance(policy, dict) or not isinstance(section, dict):
+        return
+    values = _read_config(policy.get("model_name"))
+    if not _has_experts(values, section):
+        return
+    found: dict[str, Any] = {}
+    if section.pop("freeze_moe_router", None):
+        found["freeze_router"] = True
+    found |= _balance_loss(section, report)
+    found |= _bias_rate(section, None if values is None else values.get("model_type"), report)
+    for name, value in found.items():
+        reach(config, ["policy", "moe"]).setdefault(name, value)
+
+
+def _read_config(name: Any) -> dict[str, Any] | None:
+    from nemo_rl.launch.model_files import read_model_config  # here: other recipes need none
+
+    return read_model_config("policy.model_name", name) if isinstance(name, str) else None
+
+
+def _has_experts(values: dict[str, Any] | None, section: dict[str, Any]) -> bool:
+    """Return whether config.json names experts, or, without one on this machine, the recipe's layout does."""
+    if values is not None:
+        return any(values.get(name) for name in EXPERT_COUNTS)
+    return any(section.get(size) not in (None, 1) for size in EXPERT_SIZES)
+
+
+def _balance_loss(section: dict[str, Any], report: Report) -> dict[str, Any]:
+    kind, coefficient = section.pop("moe_router_load_balancing_type", None), section.pop("moe_aux_loss_coeff", None)
+    if kind in (None, "none") or coefficient == 0:
+        return {}
+    if kind not in LOSSES or coefficient is None:
+        cause = UNKNOWN_COEFFICIENT if kind in LOSSES else OTHER_LOSS
+        report.refuse(f"{PREFIX}.moe_router_load_balancing_type", kind, cause)
+        return {}
+    return {"aux_loss_coeff": coefficient}
+
+
+def _bias_rate(section: dict[str, Any], model_type: str | None, report: Report) -> dict[str, Any]:
+    """Return the rate; Megatron reads it only where the router has a bias, which other models get by a switch."""
+    rate, is_enabled = (
+        section.pop("moe_router_bias_update_rate", None),
+        section.pop("moe_router_enable_expert_bias", None),
+    )
+    if not rate or is_enabled is False:
+        return {}
+    if model_type is None or model_type in SIGMOID_MODEL_TYPES:
+        return {"bias_update_rate": rate}
+    if is_enabled:
+        report.refuse(f"{PREFIX}.moe_router_enable_expert_bias", True, NO_BIAS)
+    return {}

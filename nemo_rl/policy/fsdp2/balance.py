@@ -1,0 +1,194 @@
+"""The balance of a mixture's experts under FSDP2: losses of the routers, and a bias per expert that follows its load.
+
+E experts, k choices per token, N tokens that the data-parallel ranks route together in a micro-batch, padding excluded.
+Hooks on the routers see what a layer chose, whether its experts are here or on other ranks. They attach the losses'
+gradients to the router's scores, so that they flow in the layer's own backward pass, recomputed activations included.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_rl.config.moe import MoEConfig
+from nemo_rl.errors import ConfigError
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
+
+BIAS = "e_score_correction_bias"  # DeepSeek-V3's buffer, added to the scores that choose
+
+
+def find_routers(model: nn.Module) -> list[nn.Module]:
+    """Return the routers of a Hugging Face model in the order of its layers: the children beside `experts`."""
+    blocks = [module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.Module)]
+    routers = [getattr(block, "gate", None) or getattr(block, "router", None) for block in blocks]
+    return [router for router in routers if isinstance(router, nn.Module)]
+
+
+def routed_tokens(
+    lengths: Sequence[int], width: int, *, is_packed: bool, is_empty: bool, device: torch.device
+) -> torch.Tensor | None:
+    """Return which tokens that the routers see of rows [B, width] are samples', [N] bool; None: all.
+
+    Packed rows have no padding. The tokens of an empty micro-batch, which keeps a rank in step, are no sample's.
+    """
+    if is_empty:
+        return torch.zeros(sum(lengths) if is_packed else len(lengths) * width, dtype=torch.bool, device=device)
+    if is_packed:
+        return None
+    return (torch.arange(width) < torch.tensor(lengths).unsqueeze(1)).flatten().to(device)
+
+
+def freeze_routers(model: nn.Module) -> None:
+    """Train no router (`policy.moe.freeze_router`); raises ConfigError for a model without one."""
+    routers = find_routers(model)
+    if not routers:
+        raise ConfigError("policy.moe.freeze_router", True, f"{type(model).__name__} has no router; allowed: false")
+    for router in routers:
+        router.requires_grad_(False)
+
+
+class RouterBalance:
+    """The balance losses of one rank's policy, and its experts' biases.
+
+    Balance loss of a layer (arXiv 2101.03961, section 2.2): E sum_e f_e P_e, with f_e the share of the k N choices that
+    expert e has and P_e its mean probability (of DeepSeek-V3: its share of the sigmoid scores). f_e has no gradient.
+    z-loss (arXiv 2202.08906, equation 5): mean of logsumexp(logits)^2. Both are summed over the layers. A micro-batch
+    counts by its share of the optimizer step's tokens; with several, f_e is each micro-batch's own.
+
+    Bias (arXiv 2408.15664): after an optimizer step, bias_e += rate sign(mean load - load of e), over all its tokens.
+
+    Example: 4 experts, k = 1, all tokens to expert 0 with probability 0.7: the balance loss is 4 * 1 * 0.7 = 2.8.
+
+    Args:
+        model: gets a hook per router; a hook that replaces choices must be there before.
+        group: of the data-parallel ranks; None for one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        section: MoEConfig,
+        *,
+        layout: RankLayout = SINGLE_RANK,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._section, self._layout, self._group = section, layout, group
+        self._routers: list[Any] = find_routers(model)
+        if not self._routers:
+            raise ConfigError("policy.moe", section.model_dump(), f"{type(model).__name__} has no router")
+        self._loads: dict[int, torch.Tensor] = {}  # choices of each expert on this rank since the last step, [E]
+        self._shares: dict[int, torch.Tensor] = {}  # choices of each expert on all ranks in this micro-batch, [E]
+        self._losses: dict[str, torch.Tensor] = {}  # this rank's part since the last step
+        self._mask: torch.Tensor | None = None
+        self._weight = 0.0  # of the micro-batch; 0 outside of one
+        self._is_counting = False
+        for index, router in enumerate(self._routers):
+            router.register_forward_hook(lambda _, __, output, index=index: self._observe(index, output))
+
+    @classmethod
+    def of(cls, model: nn.Module, section: MoEConfig, **where: Any) -> "RouterBalance | None":
+        """Return the balance of a model with the arguments of the class; None if nothing balances it."""
+        return cls(model, section, **where) if section.balances else None
+
+    def weights(self, lengths: Sequence[Sequence[int]]) -> list[float]:
+        """Return each micro-batch's share of the step's tokens over all ranks, from this rank's lengths in each."""
+        own = [sum(part) for part in lengths]
+        sums = [sum(counts) for counts in zip(*self._layout.all_gather_data_parallel(own), strict=True)]
+        return [count / max(sum(sums), 1) for count in sums]
+
+    @contextmanager
+    def micro_batch(self, mask: torch.Tensor | None, weight: float) -> Iterator[None]:
+        """Return a context around the forward and backward passes of a micro-batch.
+
+        `mask` [N] bool tells which of the tokens that the routers see count; None: all. `weight` is one of `weights`.
+        """
+        self._mask, self._weight, self._is_counting = mask, weight, True
+        self._shares.clear()
+        try:
+            yield
+        finally:
+            self._mask, self._weight, self._is_counting = None, 0.0, False
+
+    def end_forward(self) -> None:
+        """Count no choices until the next micro-batch: the backward pass may run the layers once more."""
+        self._is_counting = False
+
+    def take_losses(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parts of the losses, before their coefficients, since the last call."""
+        losses, self._losses = self._losses, {}
+        return losses
+
+    @torch.no_grad()
+    def end_step(self, *, is_taken: bool) -> None:
+        """Move the biases by the loads of the step, if it was taken, and forget the loads."""
+        if is_taken and self._section.bias_update_rate:
+            loads = torch.stack([self._loads[index] for index in range(len(self._routers))]).double()
+            if self._group is not None:
+                dist.all_reduce(loads, group=self._group)
+            signs = torch.sign(loads.mean(dim=1, keepdim=True) - loads)
+            for router, direction in zip(self._routers, signs, strict=True):
+                bias = router.get_buffer(BIAS)
+                bias += self._section.bias_update_rate * direction.to(bias.dtype)
+        self._loads.clear()
+
+    def _observe(self, index: int, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Attach the losses to the scores of one router, whose output is (logits [n, E], scores [n, k], ids [n, k])."""
+        if self._weight == 0.0:
+            return None
+        logits, scores, ids = output
+        if self._mask is not None:
+            logits, ids = logits[self._mask], ids[self._mask]
+        if self._is_counting:
+            self._count(index, torch.bincount(ids.flatten(), minlength=logits.shape[1]))
+        if not torch.is_grad_enabled() or not (self._section.aux_loss_coeff or self._section.z_loss_coeff):
+            return None
+        loss = self._loss(self._routers[index], logits.float(), self._shares[index], k=ids.shape[1])
+        return output[0], _WithLoss.apply(scores, loss), output[2]  # type: ignore[return-value]
+
+    def _count(self, index: int, counts: torch.Tensor) -> None:
+        self._loads[index] = self._loads[index] + counts if index in self._loads else counts
+        if self._group is not None and (self._section.aux_loss_coeff or self._section.z_loss_coeff):
+            counts = counts.clone()
+            dist.all_reduce(counts, group=self._group)
+        self._shares[index] = counts
+
+    def _loss(self, router: nn.Module, logits: torch.Tensor, counts: torch.Tensor, *, k: int) -> torch.Tensor:
+        """Return this rank's part of the losses of a layer; `counts` [E] are those of all ranks."""
+        num_tokens = counts.sum() / k
+        share = counts / counts.sum()
+        balance = len(counts) * (share * _probabilities(router, logits).sum(dim=0)).sum() / num_tokens
+        z = logits.logsumexp(dim=-1).square().sum() / num_tokens
+        if self._is_counting:
+            self._add(router_balance=balance, router_z=z)
+        weighted = self._section.aux_loss_coeff * balance + self._section.z_loss_coeff * z
+        return weighted * self._weight * self._layout.data_parallel_size  # FSDP2 averages gradients over ranks
+
+    def _add(self, **losses: torch.Tensor) -> None:
+        for name, loss in losses.items():
+            value = loss.detach() * self._weight
+            self._losses[name] = self._losses[name] + value if name in self._losses else value
+
+
+def _probabilities(router: nn.Module, logits: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities [N, E] of float32 logits: a softmax, or the shares of sigmoid scores."""
+    if BIAS not in dict(router.named_buffers(recurse=False)):
+        return logits.softmax(dim=-1)
+    scores = logits.sigmoid()
+    return scores / scores.sum(dim=-1, keepdim=True)
+
+
+class _WithLoss(torch.autograd.Function):
+    """The scores themselves; in the backward pass the loss gets the gradient 1."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.loss = loss.dtype, loss.device
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype, device = ctx.loss
+        return gradients[0], torch.ones((), dtype=dtype, device=device)
