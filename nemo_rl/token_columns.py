@@ -6,7 +6,10 @@ Its dtype and the shape of a row are the engine's. An entry that nobody gave is 
 missing. A further column is a further name: nothing between engine and trainer knows which there are.
 """
 
+import base64
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +76,10 @@ class TokenColumns(Mapping[str, np.ndarray]):
         return f"TokenColumns({', '.join(described)})"
 
     @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays.values())
+
+    @property
     def num_tokens(self) -> int:
         """Return the number of tokens; 0 without a column."""
         return next((len(array) for array in self._arrays.values()), 0)
@@ -131,6 +138,30 @@ def stack(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndar
             whole[start : start + length][tuple(map(slice, part.shape))] = part
         start += length
     return whole
+
+
+def encode_columns(columns: TokenColumns) -> dict[str, dict[str, Any]]:
+    """Return columns as JSON holds them: dtype, shape and, compressed by zlib and in base64, the entries.
+
+    Example: `{"routed_experts": {"dtype": "uint8", "shape": [5, 2, 1], "zlib": "eJxj..."}}`.
+    """
+    return {
+        name: {
+            "dtype": array.dtype.name,
+            "shape": list(array.shape),
+            "zlib": base64.b64encode(zlib.compress(np.ascontiguousarray(array).data, level=1)).decode(),
+        }
+        for name, array in columns.items()
+    }
+
+
+def decode_columns(encoded: Mapping[str, Mapping[str, Any]]) -> TokenColumns:
+    """Invert `encode_columns`."""
+
+    def decode(one: Mapping[str, Any]) -> np.ndarray:
+        return np.frombuffer(zlib.decompress(base64.b64decode(one["zlib"])), one["dtype"]).reshape(one["shape"])
+
+    return TokenColumns({name: decode(one) for name, one in encoded.items()}) if encoded else NO_COLUMNS
 
 
 def is_missing(array: np.ndarray) -> np.ndarray:

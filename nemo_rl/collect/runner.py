@@ -30,6 +30,7 @@ class CollectionLimits:
     concurrency: int = 64  # rollouts
     max_failures_in_a_row: int = 100
     write_token_ids: bool = False
+    write_token_columns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class _Runner:
 
     def _store(self, store: RolloutStore, key: RolloutKey, trajectory: Trajectory) -> None:
         if trajectory.failure is None:
-            store.append(key, make_collection_row(trajectory, write_token_ids=self._limits.write_token_ids))
+            store.append(key, make_collection_row(trajectory, self._limits))
             self._failures_in_a_row = 0
         else:
             attempt = store.append_failure(key, trajectory.failure)
@@ -144,9 +145,11 @@ class _Runner:
             )
 
 
-def make_collection_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> Mapping[str, Any]:
+def make_collection_row(trajectory: Trajectory, limits: CollectionLimits) -> Mapping[str, Any]:
     """Return `rollout_row` without the fields that mean nothing for a successful rollout outside of a group."""
-    row = rollout_row(trajectory, write_token_ids=write_token_ids)
+    row = rollout_row(
+        trajectory, write_token_ids=limits.write_token_ids, write_token_columns=limits.write_token_columns
+    )
     for name in ("group_id", "generation_index", "failure", "weight_versions"):
         del row[name]
     return row

@@ -14,7 +14,7 @@ from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.config.registries import ENGINES
 from nemo_rl.config.server import ServerConfig
-from nemo_rl.config.shared_sections import RolloutBoundsConfig
+from nemo_rl.config.shared_sections import RolloutBoundsConfig, require_token_ids
 from nemo_rl.config.value_types import MAX_SEED, Seed
 from nemo_rl.errors import ConfigError
 
@@ -35,6 +35,9 @@ class CollectConfig(Section):
     max_failures_in_a_row: int = Field(default=100, gt=0)  # above it the collection stops: something is broken
     max_rollout_turns: int = Field(default=1, gt=0)  # turns of a conversation with an environment
     write_token_ids: bool = False  # store each message's token ids, with log-probs if sampled
+    write_token_columns: bool = False  # with write_token_ids, also what the engine decided per token, compressed
+
+    _check_columns = field_validator("write_token_columns")(require_token_ids)
 
     @property
     def all_seeds(self) -> tuple[int, ...]:

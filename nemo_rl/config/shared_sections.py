@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.registries import LOGGERS
@@ -48,6 +48,13 @@ class RolloutBoundsConfig(Section):
     trajectory_selection: Literal["all", "longest"] = "all"  # which of an agent's histories are kept and trained on
 
 
+def require_token_ids(write_token_columns: bool, info: ValidationInfo) -> bool:
+    """Refuse columns of tokens that are not written."""
+    if write_token_columns and not info.data.get("write_token_ids", True):
+        raise ValueError("needs write_token_ids: true")
+    return write_token_columns
+
+
 class RolloutConfig(RolloutBoundsConfig):
     """Bounds of training: also on failures, and what is written to disk."""
 
@@ -57,6 +64,9 @@ class RolloutConfig(RolloutBoundsConfig):
     oversample: float = Field(default=1.0, ge=1, le=1.5)
     write_rollouts: bool = True  # rollouts/*.jsonl in the run directory
     write_token_ids: bool = False  # also the token ids of every message
+    write_token_columns: bool = False  # with write_token_ids, also what the engine decided per token, compressed
+
+    _check_columns = field_validator("write_token_columns")(require_token_ids)
 
 
 class WeightSyncConfig(Section):

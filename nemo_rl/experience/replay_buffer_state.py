@@ -1,14 +1,17 @@
 """The state of a replay buffer as plain values, for checkpoints."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_rl.data.messages import parse_record, to_record
 from nemo_rl.data.prompt_loader import LoadedPrompt, PromptLoader
 from nemo_rl.experience.replay_buffer import BufferedGroup, DroppedGroup, ReplayBufferState
+from nemo_rl.token_columns import NO_COLUMNS, TokenColumns
 from nemo_rl.types import (
     Failure,
     FailureClass,
@@ -47,12 +50,14 @@ def buffer_state_to_dict(state: ReplayBufferState) -> dict[str, Any]:
         "dropped": [asdict(one) for one in state.dropped],
         "token_ids": torch.tensor(token_store.token_ids, dtype=torch.int64),
         "generation_logprobs": torch.tensor(token_store.logprobs, dtype=torch.float64),
+        "columns": token_store.column_tensors(),
     }
 
 
 def buffer_state_from_dict(plain: Mapping[str, Any], loader: PromptLoader) -> ReplayBufferState:
     """Invert `buffer_state_to_dict`; `loader` has the same prompts in the same order."""
-    token_store = _TokenStore(plain["token_ids"].tolist(), plain["generation_logprobs"].tolist())
+    columns = plain.get("columns", {})  # absent from buffers of earlier releases
+    token_store = _TokenStore(plain["token_ids"].tolist(), plain["generation_logprobs"].tolist(), columns)
     return ReplayBufferState(
         complete=tuple(_group_from_dict(one, loader.at(one["place"]), token_store) for one in plain["complete"]),
         in_flight=tuple(plain["in_flight"]),
@@ -63,15 +68,38 @@ def buffer_state_from_dict(plain: Mapping[str, Any], loader: PromptLoader) -> Re
 class _TokenStore:
     """Numbers of all messages in order: written at the end, read from the beginning."""
 
-    def __init__(self, token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
+        columns: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self.token_ids = list(token_ids)
         self.logprobs = list(logprobs)
+        self._columns = {dtype: [values.numpy()] for dtype, values in (columns or {}).items()}  # flat, by dtype
         self._next_token = 0
         self._next_logprob = 0
+        self._next_entry = dict.fromkeys(self._columns, 0)
 
     def write(self, message: TokenizedMessage) -> None:
         self.token_ids += message.token_ids
         self.logprobs += message.generation_logprobs or ()
+        for array in message.columns.values():
+            self._columns.setdefault(array.dtype.name, []).append(array.reshape(-1))
+
+    def column_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the entries of all columns by their dtype, one message after the other."""
+        return {dtype: torch.from_numpy(np.concatenate(parts)) for dtype, parts in self._columns.items()}
+
+    def read_columns(self, described: Mapping[str, tuple[str, Sequence[int]]]) -> TokenColumns:
+        """Return a message's columns, described by name with dtype and shape, in the order of their writing."""
+        columns = {name: self._read_column(dtype, shape) for name, (dtype, shape) in described.items()}
+        return TokenColumns(columns) if columns else NO_COLUMNS
+
+    def _read_column(self, dtype: str, shape: Sequence[int]) -> np.ndarray:
+        start = self._next_entry[dtype]
+        self._next_entry[dtype] = end = start + math.prod(shape)
+        return self._columns[dtype][0][start:end].reshape(shape)
 
     def read_token_ids(self, count: int) -> tuple[int, ...]:
         self._next_token += count
@@ -107,6 +135,7 @@ def _message_to_dict(tokenized: TokenizedMessage, token_store: _TokenStore) -> d
         "num_tokens": len(tokenized.token_ids),
         "is_generated": tokenized.is_generated,
         "weight_spans": [[span.version, span.start, span.end] for span in tokenized.weight_spans],
+        "columns": {name: [array.dtype.name, list(array.shape)] for name, array in tokenized.columns.items()},
     }
 
 
@@ -150,4 +179,5 @@ def _message_from_dict(plain: Mapping[str, Any], token_store: _TokenStore) -> To
         token_store.read_token_ids(count),
         token_store.read_logprobs(count) if plain["is_generated"] else None,
         tuple(WeightSpan(*span) for span in plain["weight_spans"]),
+        token_store.read_columns(plain.get("columns", {})),
     )

@@ -4,19 +4,20 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_rl.data.messages import to_record
-from nemo_rl.types import Failure, Timings, TokenizedMessage, Trajectory
-
-if TYPE_CHECKING:
-    pass
+from nemo_rl.token_columns import encode_columns
+from nemo_rl.types import Failure, MessageLog, Timings, TokenizedMessage, Trajectory
 
 MAX_TRACEBACK_CHARS = 8192  # the end of a failure's traceback
+MAX_COLUMN_BYTES = 16 << 20  # columns of one history, before compression; those of later messages are left out
 TIMING_NAMES = tuple(each.name for each in fields(Timings))
 
 
-def rollout_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> dict[str, Any]:
+def rollout_row(
+    trajectory: Trajectory, *, write_token_ids: bool = False, write_token_columns: bool = False
+) -> dict[str, Any]:
     """Return `trajectory` as a JSON-serializable row.
 
     It holds group_id, prompt_id, dataset, task_name, env (`Prompt.env`), generation_index, stop_reason, reward (None
@@ -24,10 +25,11 @@ def rollout_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> dic
     timings and messages, of an agent that has rewritten its history also other_chains, a list of messages each, and
     chain_rewards if single calls were rewarded: by name, of messages and other_chains in turn; response_faults if there
     are any. A message that was sampled through an update of the weights holds weight_spans: [version, start, end] of
-    its tokens. With `write_token_ids` each message also holds token_ids and, if sampled, generation_logprobs.
+    its tokens. With `write_token_ids` each message also holds token_ids and, if sampled, generation_logprobs; with
+    `write_token_columns` its columns (`encode_columns`), if it has any and MAX_COLUMN_BYTES allows.
     """
     prompt, failure = trajectory.prompt, trajectory.failure
-    others = [[_message_to_dict(message, write_token_ids) for message in log] for log in trajectory.other_chains]
+    messages, *others = (_log_to_list(log, write_token_ids, write_token_columns) for log in trajectory.chains)
     return {
         "group_id": trajectory.group_id,
         "prompt_id": prompt.prompt_id,
@@ -45,7 +47,7 @@ def rollout_row(trajectory: Trajectory, *, write_token_ids: bool = False) -> dic
         "num_generated_tokens": trajectory.num_generated_tokens,
         "weight_versions": list(trajectory.weight_versions),
         "timings": _timings_to_dict(trajectory.timings),
-        "messages": [_message_to_dict(message, write_token_ids) for message in trajectory.message_log],
+        "messages": messages,
         **({"other_chains": others} if others else {}),
         **({"chain_rewards": [dict(each) for each in trajectory.chain_rewards]} if trajectory.chain_rewards else {}),
         **({"response_faults": list(trajectory.response_faults)} if trajectory.response_faults else {}),
@@ -60,6 +62,17 @@ def _timings_to_dict(timings: Timings) -> dict[str, float]:
 def _failure_to_dict(failure: Failure) -> dict[str, str]:
     row: dict[str, str] = {"class": failure.failure_class, "cause": failure.cause}
     return row | {"traceback": failure.traceback[-MAX_TRACEBACK_CHARS:]} if failure.traceback else row
+
+
+def _log_to_list(log: MessageLog, write_token_ids: bool, write_token_columns: bool) -> list[dict[str, Any]]:
+    rows = [_message_to_dict(message, write_token_ids) for message in log]
+    if write_token_columns:
+        num_bytes = 0
+        for row, message in zip(rows, log, strict=True):
+            num_bytes += message.columns.num_bytes
+            if message.columns and num_bytes <= MAX_COLUMN_BYTES:
+                row["columns"] = encode_columns(message.columns)
+    return rows
 
 
 def _message_to_dict(tokenized: TokenizedMessage, write_token_ids: bool) -> dict[str, Any]:

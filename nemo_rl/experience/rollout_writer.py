@@ -39,11 +39,12 @@ class RolloutWriter:
         path: str | Path,
         *,
         write_token_ids: bool = False,
+        write_token_columns: bool = False,
         timeout_s: float = WRITE_TIMEOUT_S,
         lost: LostRecords | None = None,
     ) -> None:
         self.path = Path(path)
-        self._row = partial(rollout_row, write_token_ids=write_token_ids)
+        self._row = partial(rollout_row, write_token_ids=write_token_ids, write_token_columns=write_token_columns)
         self._timeout_s = timeout_s
         self._queue: SimpleQueue[tuple[int, tuple[Trajectory, ...], Future[None]] | None] = SimpleQueue()
         self._calls: deque[tuple[int, Future[None]]] = deque()  # that may be unfinished: their size, their end

@@ -164,6 +164,7 @@ async def _run(
         concurrency=config.collection.concurrency,
         max_failures_in_a_row=config.collection.max_failures_in_a_row,
         write_token_ids=config.collection.write_token_ids,
+        write_token_columns=config.collection.write_token_columns,
     )
     for store in stores:
         logger.info("%s: %d of %d rollouts are missing", store.files.rollouts, store.num_missing, len(store.keys))

@@ -71,6 +71,7 @@ def run_identity(
             "max_rollout_turns": collection.max_rollout_turns,
             "trajectory_selection": config.rollout.trajectory_selection,
             "write_token_ids": collection.write_token_ids,
+            **({"write_token_columns": True} if collection.write_token_columns else {}),
         },
         "model": {
             "name": policy.model_name,

@@ -329,7 +329,14 @@ def _rollout_writer(
 ) -> RolloutWriter | None:
     if not config.rollout.write_rollouts:
         return None
-    return stack.enter_context(RolloutWriter(path, write_token_ids=config.rollout.write_token_ids, lost=lost))
+    return stack.enter_context(
+        RolloutWriter(
+            path,
+            write_token_ids=config.rollout.write_token_ids,
+            write_token_columns=config.rollout.write_token_columns,
+            lost=lost,
+        )
+    )
 
 
 def _rollout_details(

@@ -34,6 +34,7 @@ from nemo_rl.observability.loggers import METRICS_FILE
 from nemo_rl.policy.hf_model import load_model
 from nemo_rl.policy.micro_batches import count_valid, expected_optimizer_steps
 from nemo_rl.policy.truncation import make_truncation
+from nemo_rl.token_columns import decode_columns
 from nemo_rl.types import (
     CollectedGroups,
     Failure,
@@ -218,7 +219,12 @@ def _read_log(messages: Sequence[Mapping[str, Any]]) -> tuple[TokenizedMessage, 
         stored = message.get("generation_logprobs")
         return None if stored is None else tuple(-math.inf if value is None else value for value in stored)
 
-    return tuple(TokenizedMessage(parse_record(m), tuple(m["token_ids"]), logprobs(m)) for m in messages)
+    return tuple(
+        TokenizedMessage(
+            parse_record(m), tuple(m["token_ids"]), logprobs(m), columns=decode_columns(m.get("columns", {}))
+        )
+        for m in messages
+    )
 
 
 # ---- the command ----

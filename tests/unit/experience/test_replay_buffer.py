@@ -3,6 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from nemo_rl.experience.replay_buffer_state import (
     buffer_state_to_dict,
     extract_buffer_state,
 )
+from nemo_rl.token_columns import NO_COLUMNS, TokenColumns
 from nemo_rl.types import (
     Failure,
     FailureClass,
@@ -124,12 +126,20 @@ SPANS = st.lists(st.builds(WeightSpan, st.integers(0, 9), st.integers(0, 9), st.
 
 
 @st.composite
+def columns(draw, num_tokens: int) -> TokenColumns:
+    names = draw(st.dictionaries(st.sampled_from("abc"), st.sampled_from(("uint8", "uint16", "int32")), max_size=2))
+    shape, generator = (num_tokens, draw(st.integers(1, 3))), np.random.default_rng(len(names))
+    arrays = {name: generator.integers(0, 255, shape).astype(dtype) for name, dtype in names.items()}
+    return TokenColumns(arrays) if names else NO_COLUMNS
+
+
+@st.composite
 def tokenized(draw) -> TokenizedMessage:
     token_ids = tuple(draw(st.lists(st.integers(0, 2**31), max_size=4)))
     logprobs = None
     if draw(st.booleans()):
         logprobs = tuple(draw(st.floats(max_value=0, allow_nan=False)) for _ in token_ids)
-    return TokenizedMessage(draw(MESSAGES), token_ids, logprobs, draw(SPANS))
+    return TokenizedMessage(draw(MESSAGES), token_ids, logprobs, draw(SPANS), draw(columns(len(token_ids))))
 
 
 LOGS = st.lists(tokenized(), max_size=3).map(tuple)
@@ -187,7 +197,7 @@ def test_a_buffer_comes_back_as_it_was(tmp_path_factory, state: ReplayBufferStat
 def test_no_field_of_a_rollout_is_forgotten() -> None:
     """A new field must be written down and drawn above; then it belongs here."""
     assert [f.name for f in fields(TokenizedMessage)] == [
-        "message", "token_ids", "generation_logprobs", "weight_spans",
+        "message", "token_ids", "generation_logprobs", "weight_spans", "columns",
     ]  # fmt: skip
     assert [f.name for f in fields(Message)] == ["role", "parts"]
     assert [f.name for f in fields(Trajectory)] == [

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from nemo_rl.gateway.codec import ReadingRules
 from nemo_rl.gateway.markup import strip_thinking
 from nemo_rl.gateway.session_api import session_body
 from nemo_rl.gateway.sessions import Chain, Echo, Session, history_digest, tools_digest
+from nemo_rl.token_columns import NO_COLUMNS, TokenColumns
 from nemo_rl.types import Message, ToolCall, WeightSpan
 from tests.unit.gateway.engines import CALL_TEXT, TOOL, codec_of, completion_of, text_of, tokens_of
 
@@ -483,3 +485,19 @@ def test_arguments_nested_too_deep_are_compared_as_text():
 
 def test_half_a_surrogate_pair_has_a_digest():
     assert digest(Message("user", "\ud800")) != digest(Message("user", "\ud801"))
+
+
+def test_a_call_that_was_continued_keeps_the_columns_of_its_own_messages_alone() -> None:
+    """A chain of n calls holds n messages' rows, not those of n whole requests."""
+    agent = agent_of(HI)
+    call = agent.session.begin((HI,))
+    ids = tokens_of("chatml", "hello")
+    count = len(call.prompt_token_ids) + len(ids)
+    first = replace(completion_of(ids), columns=TokenColumns({"c": np.arange(count, dtype=np.uint8)}))
+    agent.session.commit(call, first, Message("assistant", "hello"), completion_id="a")
+    (node,) = agent.session.find(Echo(call.prompt_token_ids, ids))
+    assert node.columns == first.columns
+    again = agent.session.begin((HI, Message("assistant", "hello"), HI))
+    agent.session.commit(again, completion_of(ids), Message("assistant", "hello"), completion_id="b")
+    assert node.columns is NO_COLUMNS
+    assert node.sampled.columns == first.sampled_columns
