@@ -71,7 +71,8 @@ def _should_continue(run: TrainingRun, training: TrainingProgress) -> bool:
 
 async def train_one_step(run: TrainingRun, training: TrainingProgress, observers: Sequence[StepObserver]) -> None:
     """Collect rollouts, train on them and refit the engine; advances `training`."""
-    timer, step = StepTimer(), training.position.step + 1
+    step = training.position.step + 1
+    timer = StepTimer(step=step)
     with timer("total_step_time"):
         with timer(run.generation_phase):
             collected = await _collect(run, training)

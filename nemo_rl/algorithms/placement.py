@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from nemo_rl.interfaces import Generation, OffloadPart, Policy
+from nemo_rl.tracing import span
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Placement:
     async def _timed(self, name: str, move: Awaitable[None]) -> None:
         start = self.clock()
         try:
-            await move
+            with span(name):
+                await move
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self.clock() - start

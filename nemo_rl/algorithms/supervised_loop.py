@@ -81,7 +81,7 @@ async def train_supervised(run: SupervisedRun) -> TrainingProgress:
 
 async def train_one_step(run: SupervisedRun, training: TrainingProgress) -> None:
     """Run one optimizer step, then validate and save if due; advances `training`."""
-    timer = StepTimer()
+    timer = StepTimer(step=training.position.step + 1)
     with timer("total_step_time"):
         with timer("data_processing"):
             batch = run.objective.make_batch(run.source.take(run.config.policy.train_global_batch_size))

@@ -119,6 +119,20 @@ class WandbLoggerConfig(WandbConfig, MetricsLoggerConfig):
     notes: str | None = None  # a sentence on the run in W&B
 
 
+class TraceConfig(Section):
+    """`logger.trace`: spans of steps, rollouts and engines on one timeline, in trace.json.gz of the run's directory."""
+
+    enabled: bool = False
+    otlp_endpoint: str | None = None  # also sent there, by OTLP over HTTP: http://collector:4318/v1/traces
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_endpoint(cls, url: str | None) -> str | None:
+        if url is not None and not re.match(r"https?://[^/\s]+/", url):
+            raise ValueError("an address such as http://collector:4318/v1/traces, with its path")
+        return url
+
+
 class LoggerConfig(Section):
     """`logger`: where metrics go, and what the terminal shows."""
 
@@ -133,6 +147,7 @@ class LoggerConfig(Section):
     num_val_samples_to_print: int = Field(default=3, ge=0)  # conversations of each validation shown in the log
     rollout_details: int = Field(default=1, ge=0)  # groups of a step whose tokens rollouts/details.jsonl describes
     wandb: WandbConfig = WandbConfig.with_defaults()
+    trace: TraceConfig = TraceConfig()
     loggers: Annotated[dict[str, SerializeAsAny[MetricsLoggerConfig]], LOGGERS] = Field(default_factory=dict)
 
     @property

@@ -12,6 +12,7 @@ import aiohttp
 from nemo_rl.config.policy import ServedModelConfig
 from nemo_rl.distributed.load_balancer import LoadBalancer
 from nemo_rl.errors import ConfigError, NemoRLError
+from nemo_rl.tracing import trace_headers
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +141,9 @@ class Endpoint:
 
     async def _request_once(self, url: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
         method, given = ("GET", None) if body is None else ("POST", dict(body))
+        asked = self._session().request(method, url, json=given, headers=trace_headers())
         try:
-            async with asyncio.timeout(timeout_s), self._session().request(method, url, json=given) as response:
+            async with asyncio.timeout(timeout_s), asked as response:
                 text = await response.text()
         except TimeoutError as error:
             raise _RetryableError(f"{url}: no answer in {timeout_s:g} s") from error

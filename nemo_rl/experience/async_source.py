@@ -25,6 +25,7 @@ from nemo_rl.experience.rollout_dispatch import (
 )
 from nemo_rl.experience.rollout_metrics import age_metrics, rollout_metrics
 from nemo_rl.experience.rollout_writer import RolloutWriter
+from nemo_rl.tracing import record_counter, span
 from nemo_rl.types import CollectedGroups, Failure, FailureClass, StopReason, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ class CollectionMeter:
         """Count the time inside the block as waiting of the trainer."""
         started = self._clock()
         try:
-            yield
+            with span(f"wait: {cause}"):
+                yield
         finally:
             self._waited_s[cause] += self._clock() - started
 
@@ -347,7 +349,7 @@ class AsyncSource:
         for batch in [(one,) for one in prompts] if is_async else [prompts] if prompts else []:
             task = asyncio.get_running_loop().create_task(self._collect(batch))
             self._tasks[task] = tuple(one.prompt_index for one in batch)
-            self._meter.set_num_running(len(self._tasks))
+            self._record_num_running()
             self._dependencies.supervision.watchdog.record_progress()
 
     async def _collect(self, prompts: Sequence[LoadedPrompt]) -> None:
@@ -366,7 +368,7 @@ class AsyncSource:
             del self._tasks[task]
             for one in prompts:
                 self._ended.pop(one.prompt_index, None)
-            self._meter.set_num_running(len(self._tasks))
+            self._record_num_running()
             self._start_rollouts_or_record_error()
             self._changed.set()
 
@@ -399,6 +401,11 @@ class AsyncSource:
             if self._buffer.is_running(one.prompt_index):  # else it was dropped meanwhile
                 self._buffer.finish(one.prompt_index, group)
                 self._failure_limit.record(group)
+
+    def _record_num_running(self) -> None:
+        self._meter.set_num_running(len(self._tasks))
+        record_counter("replay_buffer/size", self._buffer.num_complete)
+        record_counter("replay_buffer/in_flight", len(self._buffer.running))
 
     async def _until_idle(self) -> None:
         while self._tasks:

@@ -26,6 +26,7 @@ from nemo_rl.distributed.processes import find_processes
 from nemo_rl.environments.harness import OWN_VARIABLES, Harness, HarnessConfig, Places, fill
 from nemo_rl.environments.sandbox import temporary_directory
 from nemo_rl.experience.cancellation import cancel_all
+from nemo_rl.tracing import trace_environment
 from nemo_rl.types import AgentResult, Prompt
 
 INHERITED_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR")
@@ -125,7 +126,7 @@ async def run_program(
             stdout=stderr if keeps_output else subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=pass_fds,
-            env={**environment, RUN_VARIABLE: run_id},
+            env={**trace_environment(), **environment, RUN_VARIABLE: run_id},
             cwd=cwd,
             start_new_session=True,
         )

@@ -9,6 +9,7 @@ from nemo_rl.environments.boundary import find_reward_problem
 from nemo_rl.experience.agent_runtime import RewardRange, SessionProvider, TrajectorySelection
 from nemo_rl.experience.cancellation import gather_or_cancel
 from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
+from nemo_rl.experience.rollout_spans import begin_rollout_span, end_rollout_span
 from nemo_rl.experience.supervision import StallWatchdog
 from nemo_rl.experience.turns import RolloutJob, request_seed
 from nemo_rl.gateway.sessions import Chain
@@ -44,10 +45,12 @@ async def run_recorded_rollouts(
     supervision = dependencies.supervision
 
     async def alone(job: RolloutJob) -> Trajectory:
-        task_name = job.prompt.task_name
-        async with supervision.slot(task_name, max_concurrency[task_name]):
-            trajectory = await run(job, supervision.watchdog)
-        trajectory = await dependencies.scoring.score(trajectory, supervision.watchdog)
+        task_name, span = job.prompt.task_name, begin_rollout_span(job)
+        with span.current():
+            async with supervision.slot(task_name, max_concurrency[task_name]):
+                trajectory = await run(job, supervision.watchdog)
+            trajectory = await dependencies.scoring.score(trajectory, supervision.watchdog)
+        end_rollout_span(span, trajectory)
         dependencies.failure_log.record(trajectory)
         if options.progress is not None:
             options.progress(trajectory)

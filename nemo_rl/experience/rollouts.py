@@ -19,7 +19,9 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.experience.cancellation import cancel_all, gather_or_cancel
 from nemo_rl.experience.generation_retries import RetryPolicy, generate_with_retries
 from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
+from nemo_rl.experience.rollout_spans import begin_rollout_span, end_rollout_span
 from nemo_rl.experience.turns import EncodedPrompt, EnvironmentCall, Episode, RolloutJob, TurnRules, encode_prompt
+from nemo_rl.tracing import NO_SPAN, AnySpan
 from nemo_rl.types import EnvStep, Failure, GenerationRequest, Trajectory
 
 ResultT = TypeVar("ResultT")
@@ -87,10 +89,11 @@ async def run_multi_turn_rollout(
 class _Rollout:
     """An episode with its clock, and its score once it has ended."""
 
-    __slots__ = ("_result", "episode", "started_at")
+    __slots__ = ("_result", "episode", "span", "started_at")
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
+        self.span = begin_rollout_span(episode.job)
         self.started_at = time.perf_counter()
         self._result: asyncio.Future[Trajectory] | None = None
 
@@ -106,7 +109,8 @@ class _Rollout:
         """Stop the clock, and have the trajectory scored and reported; once, right at the end."""
         if self._result is None:
             trajectory = self.episode.trajectory(total_s=time.perf_counter() - self.started_at)
-            self._result = run.submit_for_scoring(trajectory)
+            with self.span.current():
+                self._result = run.submit_for_scoring(trajectory, self.span)
 
     async def trajectory(self) -> Trajectory:
         """Return the result once it has its scores."""
@@ -155,12 +159,13 @@ class _SchedulerRun:
         """Make one engine call with all of `rollouts`, which wait for a response."""
         requests = [_pending_request(rollout) for rollout in rollouts]
         started_at = time.perf_counter()
-        results = await generate_with_retries(
-            self._dependencies.generation,
-            requests,
-            retries=self._retries,
-            watchdog=self.watchdog,
-        )
+        with _only_span(rollouts).current():
+            results = await generate_with_retries(
+                self._dependencies.generation,
+                requests,
+                retries=self._retries,
+                watchdog=self.watchdog,
+            )
         seconds = time.perf_counter() - started_at
         for rollout, result in zip(rollouts, results, strict=True):
             rollout.episode.apply_response(result, seconds=seconds)
@@ -178,12 +183,12 @@ class _SchedulerRun:
         started_at = time.perf_counter()
         environment = self._dependencies.environments[task_name]
 
-        async def step(calls: Sequence[EnvironmentCall]) -> Sequence[EnvStep | Failure]:
-            with self.watchdog.waiting_for(f"environment {task_name}", len(calls)):
+        async def step(share: Sequence[tuple[_Rollout, EnvironmentCall]]) -> Sequence[EnvStep | Failure]:
+            rollouts, calls = zip(*share, strict=True)
+            with _only_span(rollouts).current(), self.watchdog.waiting_for(f"environment {task_name}", len(calls)):
                 return await environment.step([call.conversation for call in calls], [call.state for call in calls])
 
-        calls = [call for _, call in waiting]
-        shares = [[call] for call in calls] if environment.bounds_items else [calls]
+        shares = [[each] for each in waiting] if environment.bounds_items else [waiting]
         results = [each for share in await gather_or_cancel(map(step, shares)) for each in share]
         seconds = time.perf_counter() - started_at
         for (rollout, _), result in zip(waiting, results, strict=True):
@@ -200,23 +205,24 @@ class _SchedulerRun:
             await gather_or_cancel(self.score(task_rollouts) for task_rollouts in _group_by_task(live).values())
             live = [rollout for rollout in live if rollout.is_live]
 
-    def submit_for_scoring(self, trajectory: Trajectory) -> "asyncio.Future[Trajectory]":
+    def submit_for_scoring(self, trajectory: Trajectory, span: AnySpan) -> "asyncio.Future[Trajectory]":
         """Score the trajectory while other rollouts continue; report it at once if there is nothing to score."""
         if self._dependencies.scoring.needs_scoring(trajectory):
-            task = asyncio.ensure_future(self._score_and_report(trajectory))
+            task = asyncio.ensure_future(self._score_and_report(trajectory, span))
             self._scoring_tasks.append(task)
             return task
-        self._report(trajectory)
+        self._report(trajectory, span)
         done: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
         done.set_result(trajectory)
         return done
 
-    async def _score_and_report(self, trajectory: Trajectory) -> Trajectory:
+    async def _score_and_report(self, trajectory: Trajectory, span: AnySpan) -> Trajectory:
         scored = await self._dependencies.scoring.score(trajectory, self.watchdog)
-        self._report(scored)
+        self._report(scored, span)
         return scored
 
-    def _report(self, trajectory: Trajectory) -> None:
+    def _report(self, trajectory: Trajectory, span: AnySpan) -> None:
+        end_rollout_span(span, trajectory)
         self._dependencies.failure_log.record(trajectory)
         if self._options.progress is not None:
             self._options.progress(trajectory)
@@ -225,6 +231,11 @@ class _SchedulerRun:
         for rollout in rollouts:
             if not rollout.is_live:
                 rollout.end(self)
+
+
+def _only_span(rollouts: Sequence[_Rollout]) -> AnySpan:
+    """Return the span of a rollout that is alone in a call; calls of several belong to none of them."""
+    return rollouts[0].span if len(rollouts) == 1 else NO_SPAN
 
 
 def _pending_request(rollout: _Rollout) -> GenerationRequest:

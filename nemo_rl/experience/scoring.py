@@ -71,8 +71,7 @@ class Scoring:
     async def _score_trajectory(self, trajectory: Trajectory, watchdog: StallWatchdog) -> Trajectory:
         scorers, request = self.by_task[trajectory.prompt.task_name], make_score_request(trajectory)
         started_at = time.perf_counter()
-        with watchdog.waiting_for("scorers"):
-            scores = await _gather_scores(scorers, request)
+        scores = await _gather_scores(scorers, request, watchdog)
         timings = replace(trajectory.timings, scoring_s=time.perf_counter() - started_at)
         return self._add_scores(replace(trajectory, timings=timings), scorers, scores)
 
@@ -106,7 +105,10 @@ def make_score_request(trajectory: Trajectory) -> ScoreRequest:
 
 
 async def _gather_scores(
-    scorers: Sequence[WeightedScorer], request: ScoreRequest
+    scorers: Sequence[WeightedScorer], request: ScoreRequest, watchdog: StallWatchdog
 ) -> list[float | Failure | ResponseFault]:
-    results = await gather_or_cancel(weighted.scorer.score([request]) for weighted in scorers)
-    return [score for (score,) in results]
+    async def score(weighted: WeightedScorer) -> float | Failure | ResponseFault:
+        with watchdog.waiting_for(f"scorer {weighted.name}"):
+            return (await weighted.scorer.score([request]))[0]
+
+    return await gather_or_cancel(map(score, scorers))

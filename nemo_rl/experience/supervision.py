@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.cancellation import cancel_all
+from nemo_rl.tracing import AnySpan, span
 
 ResultT = TypeVar("ResultT")
 
@@ -29,7 +30,7 @@ class StallWatchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def waiting_for(self, what: str, count: int = 1) -> "_WaitScope":
-        """Return a context manager that counts `count` waits for `what`."""
+        """Return a context manager that counts `count` waits for `what`, the name of their span."""
         return _WaitScope(self, what, count)
 
     def record_progress(self) -> None:
@@ -102,18 +103,22 @@ class Supervision:
 class _WaitScope:
     """The context manager of `StallWatchdog.waiting_for`."""
 
-    __slots__ = ("_count", "_watchdog", "_what")
+    __slots__ = ("_count", "_span", "_watchdog", "_what")
 
     def __init__(self, watchdog: StallWatchdog, what: str, count: int) -> None:
         self._watchdog = watchdog
         self._what = what
         self._count = count
+        self._span: AnySpan
 
     def __enter__(self) -> None:
         self._watchdog._waiting[self._what] += self._count
+        self._span = span(self._what, count=self._count)
+        self._span.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._span.__exit__(kind, error, traceback)
         self._watchdog._waiting[self._what] -= self._count
         self._watchdog.record_progress()

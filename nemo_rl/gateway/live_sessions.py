@@ -10,6 +10,7 @@ from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.sessions import PendingCall, Session
 from nemo_rl.gateway.side_calls import SideCallTest
+from nemo_rl.tracing import SpanContext, current_context
 from nemo_rl.types import SamplingParams
 
 ID_BYTES = 24  # random bytes of a session's id, its only protection
@@ -28,6 +29,7 @@ class LiveSession:
     trains: bool = True  # False for validation and evaluation
     by_client: bool = False  # opened over HTTP; counts towards a limit of its own
     is_side_call: SideCallTest | None = None  # tells calls that are not trained on
+    span: SpanContext | None = field(default_factory=current_context)  # of the rollout, which its calls belong to
     is_closed: bool = False
     running: set[asyncio.Task[object]] = field(default_factory=set)  # generations in flight
     _sample_indices: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)

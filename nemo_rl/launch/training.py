@@ -54,6 +54,7 @@ from nemo_rl.observability import heartbeat
 from nemo_rl.observability.console import configure_logging, make_progress
 from nemo_rl.observability.loggers import METRICS_FILE, make_logger
 from nemo_rl.observability.lost_records import LostRecords
+from nemo_rl.observability.open_trace import open_trace
 from nemo_rl.observability.run_record import recorded_run
 from nemo_rl.observability.summary import format_summary, summarize_rewards
 from nemo_rl.observability.user_code_record import USER_CODE
@@ -95,6 +96,7 @@ def open_records(
     logger.info("run directory: %s", run_dir)
     metrics_logger = make_logger(config.logger, run_dir, shown_values(config), lost=lost)
     stack.callback(metrics_logger.close)
+    stack.enter_context(open_trace(config.logger.trace, run_dir, lost))
     return run_dir, metrics_logger
 
 

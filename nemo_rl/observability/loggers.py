@@ -30,6 +30,7 @@ from nemo_rl.config.shared_sections import (
 from nemo_rl.durable_files import append_whole
 from nemo_rl.errors import ConfigError
 from nemo_rl.observability.lost_records import LostRecords
+from nemo_rl.tracing import span
 
 if TYPE_CHECKING:
     from nemo_rl.interfaces import Logger
@@ -291,16 +292,21 @@ class StepTimer:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, *, on_enter: Callable[[str], None] | None = None
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        on_enter: Callable[[str], None] | None = None,
+        step: int | None = None,
     ) -> None:
-        """`on_enter` is called with each name as its block begins."""
+        """`on_enter` is called with each name as its block begins; `step` is an attribute of the blocks' spans."""
         self._clock = clock
+        self._attributes: dict[str, Any] = {} if step is None else {"step": step}
         self._on_enter = on_enter
         self._phases: dict[str, _Phase] = {}
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a block under a name."""
+        """Time a block under a name, which is that of its span, too."""
         phase = self._phases.setdefault(name, _Phase())
         if phase.open_blocks == 0:
             phase.opened_at = self._clock()
@@ -308,7 +314,8 @@ class StepTimer:
         if self._on_enter is not None:
             self._on_enter(name)
         try:
-            yield
+            with span(name, **self._attributes):
+                yield
         finally:
             phase.open_blocks -= 1
             if phase.open_blocks == 0:

@@ -3,7 +3,7 @@
 Micro-batches are padded, or packed without padding (packing.py), or packed by shared prefixes (prefix_tree.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,10 @@ from nemo_rl.loss_types import Normalizer
 from nemo_rl.policy.packing import deal, pack_for_ranks
 from nemo_rl.policy.prefix_tree import pack_trees
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
+from nemo_rl.tracing import span
 from nemo_rl.types import TrainingBatch
+
+MICRO_BATCH = "micro_batch"  # the name of its span
 
 
 def expected_optimizer_steps(num_samples_per_step: int, train_global_batch_size: int) -> int:
@@ -180,6 +183,13 @@ def micro_batches(
             indices = [index for number in indices for index in pairs[number]]
         part = rows[indices]
         yield part, trim(batch[part], batching.length_multiple) if indices else _empty_micro_batch()
+
+
+def in_spans(parts: Iterable[tuple[torch.Tensor, TrainingBatch]]) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
+    """Yield the micro-batches, and trace what is done with each; on a device that is the launch of its kernels."""
+    for rows, part in parts:
+        with span(MICRO_BATCH, "policy", num_tokens=int(part[keys.LENGTHS].sum()), num_samples=len(rows)):
+            yield rows, part
 
 
 def _pairs(groups: Sequence[int]) -> list[list[int]]:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.interfaces import DeviceTurns, Generation, Policy
+from nemo_rl.tracing import span
 from nemo_rl.types import SamplingParams
 from nemo_rl.weight_sync.shared_memory import SharedMemory
 from nemo_rl.weight_sync.transports import Transport, engine_replicas
@@ -58,10 +59,12 @@ class TransportWeightSync:
         Raises WeightSyncError; the engines then stay paused, since they may hold a part of the new weights.
         """
         async with turns.delivery() if turns else nullcontext():
-            staged = await self._transport.stage(policy)
-            await generation.pause(keep_cache=self._keep_cache)
-            await self._transport.deliver(policy, generation, staged, weight_version)
-            del staged  # may be a copy of all weights
+            with span("stage weights"):
+                staged = await self._transport.stage(policy)
+            with span("engines paused", "engines", weight_version=weight_version):
+                await generation.pause(keep_cache=self._keep_cache)
+                await self._transport.deliver(policy, generation, staged, weight_version)
+                del staged  # may be a copy of all weights
         await generation.resume()
         replicas = engine_replicas(generation)
         unverified = [e for e in replicas if self._verify_all or self._num_verified.get(e, 0) < self._num_first]
@@ -70,7 +73,8 @@ class TransportWeightSync:
         if not self._probes:
             logger.warning("no probe prompts: the refit to weights %d is not verified", weight_version)
             return
-        await self._verify(policy, unverified, weight_version, turns)
+        with span("verify weights"):
+            await self._verify(policy, unverified, weight_version, turns)
         for engine in unverified:
             self._num_verified[engine] = self._num_verified.get(engine, 0) + 1
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from nemo_rl.tracing import trace_headers
 from nemo_rl.types import Message, Prompt
 
 MAX_TRIES = 4  # per call: the engine may fail, or be busy
@@ -81,7 +82,7 @@ class ChatClient:
     async def _post(self, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
         assert self._http is not None, "used outside of its `async with`"
         try:
-            async with self._http.post(self._url, json=body) as response:
+            async with self._http.post(self._url, json=body, headers=trace_headers()) as response:
                 return response.status, await response.json()
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             if isinstance(error, TimeoutError):

@@ -41,6 +41,7 @@ from nemo_rl.environments.nemo_gym.servers import (
 from nemo_rl.environments.nemo_gym.stack import GymStack
 from nemo_rl.environments.nemo_gym.watch import StackWatch
 from nemo_rl.errors import ConfigError
+from nemo_rl.tracing import trace_headers
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,8 @@ class GymClient:
     async def _post(self, agent: str, server: GymServer, sent: Mapping[str, Any]) -> GymReply:
         url = f"{server.url}/run"
         try:
-            async with self._session().post(url, json=sent, allow_redirects=False) as response:
+            post = self._session().post(url, json=sent, allow_redirects=False, headers=trace_headers())
+            async with post as response:
                 status, body = response.status, await response.read()
         except aiohttp.ClientConnectorError as error:
             raise _RowNotAccepted(describe_error(error), "not_sent") from error

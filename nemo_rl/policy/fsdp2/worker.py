@@ -34,7 +34,14 @@ from nemo_rl.policy.fsdp2.balance import RouterBalance, freeze_routers, routed_t
 from nemo_rl.policy.fsdp2.lora import DIRECTORY as ADAPTER_DIRECTORY
 from nemo_rl.policy.fsdp2.lora import Adapters, AdaptersDisabled, LazyMergedWeight, merge_adapter_weights
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
-from nemo_rl.policy.micro_batches import MicroBatching, columns_of, count_valid, micro_batches, training_micro_batching
+from nemo_rl.policy.micro_batches import (
+    MicroBatching,
+    columns_of,
+    count_valid,
+    in_spans,
+    micro_batches,
+    training_micro_batching,
+)
 from nemo_rl.policy.offload import optimizer_tensors
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.policy.saving import load_optimizer
@@ -348,7 +355,7 @@ class FSDP2Trainer:
         parts = list(micro_batches(batch, rows, self.batching, self.layout))
         weights = self._balance_weights(parts)
         with sharding.kept_unsharded(self.module, is_enabled=self.keeps_unsharded):
-            for index, (own_rows, part) in enumerate(parts):
+            for index, (own_rows, part) in enumerate(in_spans(parts)):
                 if index == len(parts) - 1:
                     sharding.reduce_next_gradients(self.module)
                 with self._balanced(part, is_empty=len(own_rows) == 0, weight=weights[index]):

@@ -159,7 +159,7 @@ def test_a_scorer_that_never_answers_ends_the_rollouts_with_its_name_and_leaves_
             limits=replace(LIMITS, stall_timeout_s=0.2),
             scoring=scoring(judge=FakeScorer(before=hang)),
         )
-        with pytest.raises(RolloutError, match="waiting for: scorers"):
+        with pytest.raises(RolloutError, match="waiting for: scorer "):
             await scheduler(jobs(3), setup, OPTIONS)
         return len(asyncio.all_tasks())
 

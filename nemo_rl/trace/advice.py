@@ -1,0 +1,203 @@
+"""For each bottleneck of a bubble table, the key that moves it, in which direction, and the seconds it may save."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.trace.bubbles import TAIL, Bubbles
+from nemo_rl.trace.timeline import GENERATION, Timeline
+
+MIN_SHARE = 0.05  # of a step; less is not worth a key
+DEFAULT_MAX_NUM_SEQS = 256  # of an engine without `max_num_seqs`, on a CPU
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A bottleneck and what to do about it."""
+
+    cause: str
+    seconds: float  # of a step that it takes
+    change: str  # the key, and its new value or its direction
+    gain_s: float  # of a step that the change saves, by the trace; an estimate
+    reason: str
+
+
+def advise(bubbles: Bubbles, timeline: Timeline, config: Config) -> list[Advice]:
+    """Return advice on what takes at least a twentieth of a step, the largest gain first."""
+    found = [*_on_waits(bubbles, timeline, config), *_on_micro_batches(bubbles, timeline, config)]
+    return sorted((each for each in found if each.seconds >= MIN_SHARE * bubbles.step_s), key=lambda a: -a.gain_s)
+
+
+def _on_waits(bubbles: Bubbles, timeline: Timeline, config: Config) -> Iterator[Advice]:
+    for cause, seconds in bubbles.waits_s.items():
+        for pattern, rule in RULES:
+            if match := re.fullmatch(pattern, cause):
+                yield rule(_Wait(cause, seconds, match, bubbles, timeline, config))
+                break
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    cause: str
+    seconds: float
+    match: re.Match[str]
+    bubbles: Bubbles
+    timeline: Timeline
+    config: Config
+
+    def advice(self, change: str, gain_share: float, reason: str) -> Advice:
+        return Advice(self.cause, self.seconds, change, self.seconds * gain_share, reason)
+
+    @property
+    def algorithm(self) -> str:
+        return "distillation" if "distillation" in self.config else "grpo"
+
+
+def _tail(wait: _Wait) -> Advice:
+    background = lookup(wait.config, f"{wait.algorithm}.async_grpo.enabled")
+    if background:
+        age = lookup(wait.config, f"{wait.algorithm}.async_grpo.max_trajectory_age_steps") or 0
+        change = f"{wait.algorithm}.async_grpo.max_trajectory_age_steps: {age} -> {age + 1}"
+        return wait.advice(change, 0.8, "the step waits for its last rollouts while the engine has nothing else to do")
+    change = f"{wait.algorithm}.async_grpo.enabled: true, with max_trajectory_age_steps: 1"
+    return wait.advice(change, 0.8, "the last rollouts of a step keep the trainer waiting, and the engine nearly empty")
+
+
+def _generation(wait: _Wait) -> Advice:
+    limit = lookup(wait.config, "policy.generation.vllm_cfg.max_num_seqs") or DEFAULT_MAX_NUM_SEQS
+    most = most_at_once(wait.timeline)
+    if most > 1.25 * limit:
+        change = f"policy.generation.vllm_cfg.max_num_seqs: {limit} -> {most}"
+        reason = f"up to {most} requests are open, and the engine computes {limit} of them at once"
+        return wait.advice(change, 1 - limit / most, reason)
+    if not lookup(wait.config, f"{wait.algorithm}.async_grpo.enabled"):
+        change = f"{wait.algorithm}.async_grpo.enabled: true, if the engine has devices of its own"
+        gain = min(wait.seconds, wait.bubbles.trainer_busy_s) / wait.seconds
+        return wait.advice(change, gain, "engine and trainer take turns; in the background they work at the same time")
+    change = "policy.generation.num_replicas: more engines"
+    return wait.advice(change, 0.5, "the engine is busy all the time and the trainer waits for it")
+
+
+def _slot(wait: _Wait) -> Advice:
+    env = wait.match[1]
+    limit = lookup(wait.config, f"env.{env}.max_concurrency")
+    change = f"env.{env}.max_concurrency: {limit or 'its limit'} -> {2 * limit if limit else 'twice as many'}"
+    return wait.advice(change, 0.5, "rollouts wait for one of the environment's slots")
+
+
+def _environment(wait: _Wait) -> Advice:
+    env = wait.match[1]
+    key = next(
+        (name for name in ("batching.max_calls", "num_workers") if lookup(wait.config, f"env.{env}.{name}")),
+        "num_workers",
+    )
+    value = lookup(wait.config, f"env.{env}.{key}")
+    change = f"env.{env}.{key}: {value} -> {2 * value}" if isinstance(value, int) else f"env.{env}.{key}: more"
+    return wait.advice(change, 0.5, "rollouts wait for this environment")
+
+
+def _agent(wait: _Wait) -> Advice:
+    env = wait.match[1]
+    change = f"env.{env}.timeout_s: shorter, or a faster agent"
+    return wait.advice(change, 0.25, "the agent itself takes this long, the engine's answers included")
+
+
+def _scorer(wait: _Wait) -> Advice:
+    scorer = f"scorers.{wait.match[1]}"
+    replicas = lookup(wait.config, f"{scorer}.num_replicas")
+    if isinstance(replicas, int):
+        change = f"{scorer}.num_replicas: {replicas} -> {2 * replicas}"
+    else:
+        key = "limits.max_concurrency" if lookup(wait.config, f"{scorer}.limits") else "batching.max_calls"
+        calls = lookup(wait.config, f"{scorer}.{key}")
+        change = f"{scorer}.{key}: {calls} -> {2 * calls}" if calls else f"{scorer}.{key}: more"
+    return wait.advice(change, 0.5, "rollouts that have ended wait for their scores")
+
+
+def _weight_sync(wait: _Wait) -> Advice:
+    prompts = lookup(wait.config, f"{wait.algorithm}.num_prompts_per_step")
+    change = f"{wait.algorithm}.num_prompts_per_step: {prompts} -> {2 * prompts}" if prompts else "fewer refits"
+    return wait.advice(change, 0.5, "each step refits the engine; larger steps refit it less often per rollout")
+
+
+def _checkpointing(wait: _Wait) -> Advice:
+    period = lookup(wait.config, "checkpointing.save_period")
+    change = f"checkpointing.save_period: {period} -> {2 * period}" if period else "checkpointing.save_period: longer"
+    return wait.advice(change, 0.5, "checkpoints are waited for")
+
+
+def _validation(wait: _Wait) -> Advice:
+    if not lookup(wait.config, f"{wait.algorithm}.val_overlap"):
+        return wait.advice(f"{wait.algorithm}.val_overlap: true", 0.5, "training waits for validation")
+    period = lookup(wait.config, f"{wait.algorithm}.val_period") or 1
+    change = f"{wait.algorithm}.val_period: {period} -> {2 * period}"
+    return wait.advice(change, 0.5, "training waits for validation")
+
+
+RULES: tuple[tuple[str, Callable[[_Wait], Advice]], ...] = (
+    (re.escape(TAIL), _tail),
+    (GENERATION, _generation),
+    (r"a slot of (.+) \(max_concurrency\)", _slot),
+    (r"environment (.+)", _environment),
+    (r"agent (.+)", _agent),
+    (r"scorer (.+)", _scorer),
+    ("weight_sync", _weight_sync),
+    ("checkpointing", _checkpointing),
+    ("total_validation_time", _validation),
+)
+
+
+def _on_micro_batches(bubbles: Bubbles, timeline: Timeline, config: Config) -> Iterator[Advice]:
+    """Yield what larger micro-batches save: the time that each takes whatever its size, by least squares."""
+    fixed_s, largest = fixed_cost(timeline)
+    parts = timeline.micro_batches
+    if not parts or not timeline.steps:
+        return
+    num_per_step = len(parts) / len(timeline.steps)
+    saved_s = fixed_s * num_per_step * 0.75  # by micro-batches of four times the size
+    size = lookup(config, "policy.train_micro_batch_size")
+    packed = lookup(config, "policy.sequence_packing.enabled")
+    change = (
+        "policy.sequence_packing.train_mb_tokens: 4 times as many"
+        if packed
+        else f"policy.train_micro_batch_size: {size} -> {4 * size if isinstance(size, int) else 'more'}"
+    )
+    reason = f"each of {num_per_step:.0f} micro-batches of at most {largest} tokens takes {fixed_s * 1e3:.1f} ms more"
+    yield Advice("policy_training", fixed_s * num_per_step, change, saved_s, reason + " than its tokens need")
+
+
+def fixed_cost(timeline: Timeline) -> tuple[float, int]:
+    """Return the seconds that a micro-batch takes whatever its tokens, and the tokens of the largest.
+
+    Fitted as seconds = a + b * tokens; without two sizes a is unknown, and 0.
+    """
+    points = [(int(s.attributes["num_tokens"]), (s.end_ns - s.start_ns) / 1e9) for s in timeline.micro_batches]
+    if len({tokens for tokens, _ in points}) < 2:
+        return 0.0, max((tokens for tokens, _ in points), default=0)
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return max(mean_y - max(slope, 0.0) * mean_x, 0.0), max(x for x, _ in points)
+
+
+def most_at_once(timeline: Timeline) -> int:
+    """Return the most rollouts that waited for the engine at once."""
+    events = sorted([(start, 1) for start, _ in timeline.generation] + [(end, -1) for _, end in timeline.generation])
+    count = most = 0
+    for _, change in events:
+        count += change
+        most = max(most, count)
+    return most
+
+
+def lookup(config: Config, key: str) -> Any:
+    """Return a value of the run's configuration by its dotted key; None if it is not there."""
+    value: Any = config
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value

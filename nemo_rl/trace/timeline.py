@@ -1,0 +1,148 @@
+"""The spans of a run by step, and the path through them that decided how long each wait was."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from nemo_rl.errors import ConfigError
+from nemo_rl.observability.trace_file import TRACE_FILE, read_trace
+from nemo_rl.trace import intervals
+from nemo_rl.trace.intervals import Interval
+from nemo_rl.tracing import SpanRecord
+
+STEP = "total_step_time"
+COLLECTION = ("generation", "exposed_generation")  # the trainer's phases in which it waits for rollouts
+ROLLOUT = "rollout"
+GENERATION = "generation"  # the wait of a rollout for the engine
+OTHER = "other"  # time of a rollout in which it waits for nothing that has a name
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a critical path: what was waited for, and when."""
+
+    cause: str
+    start_ns: int
+    end_ns: int
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step: from the end of the one before it to its own."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+    phases: Mapping[str, Sequence[Interval]]  # of the trainer, by name
+
+    @property
+    def seconds(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e9
+
+    @property
+    def covered_share(self) -> float:
+        """Return the share of its time that some phase accounts for."""
+        spans = intervals.union(each for phase in self.phases.values() for each in phase)
+        return intervals.total(intervals.clip(spans, self.start_ns, self.end_ns)) / (self.end_ns - self.start_ns)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The spans of a run."""
+
+    steps: list[Step]
+    rollouts: list[SpanRecord]  # in the order of their ends
+    waits: Mapping[int, Sequence[SpanRecord]]  # of each rollout, by its span id, in order
+    generation: list[Interval]  # of single rollouts, in the order of their starts
+    micro_batches: list[SpanRecord] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "Timeline":
+        """Read a run's trace; raises ConfigError without one, and for a file that is none."""
+        path = run_dir / TRACE_FILE
+        if not path.is_file():
+            raise ConfigError("RUN", str(run_dir), f"has no {TRACE_FILE}; start it with logger.trace.enabled=true")
+        try:
+            return cls.of_spans(record for record in read_trace(path) if isinstance(record, SpanRecord))
+        except (ValueError, OSError) as error:
+            raise ConfigError("RUN", str(run_dir), str(error)) from error
+
+    @classmethod
+    def of_spans(cls, spans: Iterable[SpanRecord]) -> "Timeline":
+        phases: defaultdict[int, defaultdict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
+        rollouts, waits, micro_batches = [], defaultdict(list), []
+        for span in spans:
+            if "step" in span.attributes:
+                phases[int(span.attributes["step"])][span.name].append((span.start_ns, span.end_ns))
+            elif span.name == ROLLOUT:
+                rollouts.append(span)
+            elif span.name == "micro_batch":
+                micro_batches.append(span)
+            else:
+                waits[span.parent_id].append(span)
+        rollouts.sort(key=lambda span: span.end_ns)
+        for children in waits.values():
+            children.sort(key=lambda span: span.start_ns)
+        generation = sorted(
+            (wait.start_ns, wait.end_ns)
+            for rollout in rollouts
+            for wait in waits.get(rollout.span_id, ())
+            if wait.name == GENERATION
+        )
+        return cls(list(_make_steps(phases)), rollouts, waits, generation, micro_batches)
+
+    def critical_path(self, start_ns: int, end_ns: int) -> list[Segment]:
+        """Return what a wait for rollouts from `start_ns` to `end_ns` was spent on, latest first.
+
+        It ends with the rollout that ended last in it, which is followed back to its start; before that counts the
+        rollout that had ended last then, as it made room.
+        """
+        ends = [rollout.end_ns for rollout in self.rollouts]
+        path: list[Segment] = []
+        until = end_ns
+        while until > start_ns:
+            at = bisect_right(ends, until) - 1
+            if at < 0 or ends[at] <= start_ns:
+                path.append(Segment(OTHER, start_ns, until))
+                break
+            rollout = self.rollouts[at]
+            if rollout.end_ns < until:
+                path.append(Segment(OTHER, rollout.end_ns, until))
+            begin = max(rollout.start_ns, start_ns)
+            path += self._segments(rollout, begin, rollout.end_ns)
+            until = min(begin, until - 1)
+        return path
+
+    def _segments(self, rollout: SpanRecord, start_ns: int, end_ns: int) -> Iterator[Segment]:
+        """Yield what a rollout waited for in a window, latest first; of overlapping waits the one that began last."""
+        waits = self.waits.get(rollout.span_id, ())
+        edges = {edge for wait in waits for edge in (wait.start_ns, wait.end_ns) if start_ns < edge < end_ns}
+        until, cause = end_ns, None
+        for begin, end in pairwise(sorted({start_ns, end_ns, *edges}, reverse=True)):
+            names = [wait.name for wait in waits if wait.start_ns <= end and wait.end_ns >= begin]
+            name = names[-1] if names else OTHER
+            if cause not in (None, name):
+                yield Segment(cause, begin, until)
+                until = begin
+            cause = name
+        if cause is not None:
+            yield Segment(cause, start_ns, until)
+
+
+def _make_steps(phases: Mapping[int, Mapping[str, Sequence[Interval]]]) -> Iterator[Step]:
+    """Yield the steps that have ended, in order."""
+    previous_end: int | None = None
+    for number in sorted(phases):
+        own = dict(phases[number])
+        if STEP not in own:
+            continue
+        (start, end) = own.pop(STEP)[0]
+        yield Step(number, start if previous_end is None else previous_end, end, own)
+        previous_end = end

@@ -1,0 +1,66 @@
+"""trace.json.gz: what is written is read back, by us and by anyone who knows JSON; a killed run's file is readable."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.observability.trace_file import TraceFile, read_trace
+from nemo_rl.tracing import CounterRecord, SpanRecord
+
+SPANS = [
+    SpanRecord("generation", "rollouts", 3, 1_000_000_123, 1_500_000_456, 2**127 + 1, 2**63 + 5, 7, {"count": 1}),
+    SpanRecord("policy_training", "driver", 0, 2_000_000_000, 2_000_001_000, 5, 6, 0, {"step": 4, "é": "ü"}),
+]
+COUNTER = CounterRecord("replay_buffer/size", 1_700_000_000, 12.0)
+
+
+def write(path: Path, *writes: list) -> None:
+    file = TraceFile(path)
+    for records in writes:
+        file.write(records)
+    file.close()
+
+
+def test_records_are_read_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    write(path, [SPANS[0], COUNTER], [SPANS[1]])
+    assert list(read_trace(path)) == [SPANS[0], COUNTER, SPANS[1]]
+
+
+def test_the_file_is_an_array_of_trace_events_once_it_is_closed_with_a_bracket(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    write(path, SPANS)
+    events = json.loads(gzip.decompress(path.read_bytes()).decode().rstrip().rstrip(",") + "]")
+    names = {(e["ph"], e["name"], e["args"].get("name")) for e in events if e["ph"] == "M"}
+    assert names == {
+        ("M", "process_name", "rollouts"),
+        ("M", "thread_name", "rollouts 3"),
+        ("M", "process_name", "driver"),
+        ("M", "thread_name", "driver 0"),
+    }
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in spans] == [
+        ("generation", 1_000_000.123, 500_000.333),
+        ("policy_training", 2_000_000.0, 1.0),
+    ]
+    assert spans[0]["pid"] != spans[1]["pid"]
+
+
+def test_a_file_cut_anywhere_in_its_last_write_ends_with_whole_records(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    write(path, [SPANS[0]])
+    whole = len(path.read_bytes())
+    write(path, [SPANS[1]])
+    data = path.read_bytes()
+    for size in range(whole, len(data)):
+        path.write_bytes(data[:size])
+        assert list(read_trace(path))[0] == SPANS[0]
+
+
+def test_a_line_that_is_no_event_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(b'[\n{"ph": "X"},\n'))
+    with pytest.raises(ValueError, match=r"line 2: not an event .*\"ph\": \"X\""):
+        list(read_trace(path))
