@@ -18,7 +18,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from random import getrandbits
 from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 AttributeValue: TypeAlias = str | int | float | bool
 
@@ -27,8 +27,7 @@ FLUSH_S = 0.5  # between two writes of a trace
 MAX_PENDING = 200_000  # records not yet written; later ones are dropped and counted
 
 
-@dataclass(frozen=True, slots=True)
-class SpanRecord:
+class SpanRecord(NamedTuple):
     """A span that has ended."""
 
     name: str
@@ -42,8 +41,7 @@ class SpanRecord:
     attributes: Mapping[str, AttributeValue]
 
 
-@dataclass(frozen=True, slots=True)
-class CounterRecord:
+class CounterRecord(NamedTuple):
     """The value of a counter from a moment on."""
 
     name: str

@@ -17,6 +17,7 @@ from nemo_rl.algorithms.training_run import TrainingRun
 from nemo_rl.algorithms.validation_observer import ValidationObserver
 from nemo_rl.errors import RolloutError
 from nemo_rl.observability.loggers import StepTimer
+from nemo_rl.tracing import span
 from nemo_rl.types import CollectedGroups
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ async def train_one_step(run: TrainingRun, training: TrainingProgress, observers
             await each.after_refit(timer, refit_done=refit_done)
         for each in observers:
             await each.at_step_end()
-    report_step(run, step, metrics, timer, move_s=run.placement.take_seconds())
+    with span("report", step=step):
+        report_step(run, step, metrics, timer, move_s=run.placement.take_seconds())
 
 
 async def _collect(run: TrainingRun, training: TrainingProgress) -> CollectedGroups | None:

@@ -16,6 +16,7 @@ from nemo_rl.durable_files import append_whole
 from nemo_rl.tracing import CounterRecord, SpanRecord, TraceRecord
 
 TRACE_FILE = "trace.json.gz"
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 MAX_TRACKS = 100  # of a process: ids that its tracks have as processes of the format; a resumed run has others
 
 
@@ -31,8 +32,7 @@ class TraceFile:
 
     def write(self, records: Sequence[TraceRecord]) -> None:
         """Append the records as events; raises OSError if the disk takes only a part, and leaves the file as it was."""
-        lines = (json.dumps(event, separators=(",", ":")) for record in records for event in self._events(record))
-        self._append("".join(f"{line},\n" for line in lines))
+        self._append("".join([line for record in records for line in self._lines(record)]))
 
     def close(self) -> None:
         os.close(self._file)
@@ -40,37 +40,34 @@ class TraceFile:
     def _append(self, text: str) -> None:
         append_whole(self._file, gzip.compress(text.encode(), compresslevel=1))
 
-    def _events(self, record: TraceRecord) -> Iterator[dict[str, Any]]:
+    def _lines(self, record: TraceRecord) -> Iterator[str]:
+        """Yield the events of a record. They are formatted by hand: `json.dumps` takes three times as long."""
         if isinstance(record, CounterRecord):
-            event = {"ph": "C", "pid": 0, "name": record.name, "ts": record.at_ns / 1000}
-            yield event | {"args": {"value": record.value}}
+            yield _line("C", record.name, 0, ts=record.at_ns / 1000, args={"value": record.value})
             return
-        yield from self._names(record)
-        yield {
-            "ph": "X",
-            "name": record.name,
-            "ts": record.start_ns / 1000,
-            "dur": (record.end_ns - record.start_ns) / 1000,
-            "pid": self._process_ids[record.track],
-            "tid": record.lane,
-            "args": {
-                "trace_id": f"{record.trace_id:032x}",
-                "span_id": f"{record.span_id:016x}",
-                "parent_id": f"{record.parent_id:016x}",
-                **record.attributes,
-            },
-        }
+        key = record.track, record.lane
+        if key not in self._named_lanes:
+            self._named_lanes.add(key)
+            yield from self._names(record)
+        names = ",".join([f"{_ENCODE(name)}:{_ENCODE(value)}" for name, value in record.attributes.items()])
+        yield (
+            f'{{"ph":"X","name":{_ENCODE(record.name)},"ts":{record.start_ns / 1000},'
+            f'"dur":{(record.end_ns - record.start_ns) / 1000},"pid":{self._process_ids[record.track]},'
+            f'"tid":{record.lane},"args":{{"trace_id":"{record.trace_id:032x}","span_id":"{record.span_id:016x}",'
+            f'"parent_id":"{record.parent_id:016x}"{"," if names else ""}{names}}}}},\n'
+        )
 
-    def _names(self, record: SpanRecord) -> Iterator[dict[str, Any]]:
-        """Yield the events that name the record's track and lane, once each."""
+    def _names(self, record: SpanRecord) -> Iterator[str]:
+        """Yield the events that name the record's track, unless it is known, and its lane."""
         track, lane = record.track, record.lane
         if track not in self._process_ids:
             pid = self._process_ids[track] = os.getpid() * MAX_TRACKS + len(self._process_ids)
-            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": track}}
-        if (track, lane) not in self._named_lanes:
-            self._named_lanes.add((track, lane))
-            pid = self._process_ids[track]
-            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": f"{track} {lane}"}}
+            yield _line("M", "process_name", pid, tid=0, args={"name": track})
+        yield _line("M", "thread_name", self._process_ids[track], tid=lane, args={"name": f"{track} {lane}"})
+
+
+def _line(kind: str, name: str, pid: int, **fields: Any) -> str:
+    return _ENCODE({"ph": kind, "name": name, "pid": pid, **fields}) + ",\n"
 
 
 def read_trace(path: Path) -> Iterator[TraceRecord]:

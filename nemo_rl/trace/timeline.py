@@ -143,6 +143,7 @@ def _make_steps(phases: Mapping[int, Mapping[str, Sequence[Interval]]]) -> Itera
         own = dict(phases[number])
         if STEP not in own:
             continue
-        (start, end) = own.pop(STEP)[0]
+        start, _ = own.pop(STEP)[0]
+        end = max(each[1] for phase in phases[number].values() for each in phase)
         yield Step(number, start if previous_end is None else previous_end, end, own)
         previous_end = end

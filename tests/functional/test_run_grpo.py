@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.metric_names import find_undocumented, ranking_metrics
+from nemo_rl.trace.timeline import Timeline
 from tests.functional.cli import Run, run_grpo
 
 pytestmark = pytest.mark.timeout(600)  # the first one also makes the quickstart's model
@@ -23,7 +24,11 @@ SMALL = (
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = run_grpo(
-        tmp_path_factory.mktemp("logs"), *SMALL, "logger.wandb_enabled=true", "logger.tensorboard_enabled=true"
+        tmp_path_factory.mktemp("logs"),
+        *SMALL,
+        "logger.wandb_enabled=true",
+        "logger.tensorboard_enabled=true",
+        "logger.trace.enabled=true",
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run
@@ -54,6 +59,21 @@ def test_metrics_have_the_names_of_the_field(run: Run) -> None:
         "timing/validation/total_validation_time",
     }  # fmt: skip
     assert expected <= names
+
+
+def test_the_trace_accounts_for_the_time_of_each_step_and_agrees_with_the_timers(run: Run) -> None:
+    assert run.directory is not None
+    timeline = Timeline.read(run.directory)
+    assert [step.number for step in timeline.steps] == [1, 2, 3]
+    for step in timeline.steps[1:]:
+        assert step.covered_share >= 0.98
+    timed = run.metrics()[3]
+    for name in ("generation", "policy_training", "weight_sync"):
+        seconds = sum(end - start for start, end in timeline.steps[2].phases[name]) / 1e9
+        assert seconds == pytest.approx(timed[f"timing/train/{name}"], abs=0.05)
+    waits = [phase for step in timeline.steps for phase in step.phases["generation"]]
+    trained = [r for r in timeline.rollouts if any(start <= r.start_ns <= end for start, end in waits)]
+    assert len(trained) == 3 * 4 * 8
 
 
 def test_every_logged_metric_is_documented(run: Run) -> None:

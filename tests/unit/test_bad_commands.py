@@ -144,6 +144,11 @@ LINES: dict[str, Lines] = {
         ("run --replay -1", "-1"),
         ("missing --replay 1", "'missing'"),
     ],
+    "trace": [
+        *OF_A_DIRECTORY,
+        ("run", "has no trace.json.gz; start it with logger.trace.enabled=true"),
+        ("run --jsom", "--jsom"),
+    ],
     "merge": [
         *OF_A_DIRECTORY,
         ("run", "holds no rollouts"),

@@ -18,6 +18,7 @@ from nemo_rl.gateway.dialects.responses import Responses
 from nemo_rl.gateway.live_sessions import LiveSession, SessionRegistry
 from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.sessions import CallFailureKind, Chain
+from nemo_rl.tracing import Tracer, span
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 from tests.fakes.generation import FakeGeneration, draws_of
 from tests.unit.gateway.engines import (
@@ -435,3 +436,29 @@ def test_a_closed_session_is_freed_at_once():
             gc.enable()
 
     asyncio.run(main())
+
+
+def test_a_call_belongs_to_the_span_in_which_its_session_was_opened() -> None:
+    records: list[Any] = []
+
+    class Sink:
+        def write(self, written: Sequence[Any]) -> None:
+            records.extend(written)
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    with Tracer([Sink()]):
+        with span("rollout", "rollouts"):
+            live = live_session()
+
+        async def main() -> None:
+            handler = CompletionHandler(
+                SpeakingGeneration("chatml", lambda asked, text: "hello"), codec_of("chatml"), rules()
+            )
+            await handler.complete_in_session(request(), live)
+
+        asyncio.run(main())
+    spans = {record.name: record for record in records}
+    assert spans["generation"].track == "gateway"
+    assert spans["generation"].parent_id == spans["rollout"].span_id

@@ -56,7 +56,7 @@ def test_a_file_cut_anywhere_in_its_last_write_ends_with_whole_records(tmp_path:
     data = path.read_bytes()
     for size in range(whole, len(data)):
         path.write_bytes(data[:size])
-        assert list(read_trace(path))[0] == SPANS[0]
+        assert next(iter(read_trace(path))) == SPANS[0]
 
 
 def test_a_line_that_is_no_event_is_named(tmp_path: Path) -> None:

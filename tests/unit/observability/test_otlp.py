@@ -1,0 +1,88 @@
+"""Spans as an OpenTelemetry collector receives them, over HTTP."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from nemo_rl.config.shared_sections import TraceConfig
+from nemo_rl.errors import ConfigError
+from nemo_rl.observability.lost_records import LostRecords
+from nemo_rl.observability.open_trace import open_trace
+from nemo_rl.tracing import span
+
+
+@contextmanager
+def collector(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the address of a collector, and the requests that it receives."""
+    received: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Write nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces", received
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def section(endpoint: str) -> TraceConfig:
+    return TraceConfig(enabled=True, otlp_endpoint=endpoint)
+
+
+def test_a_collector_receives_the_spans_with_their_family(tmp_path: Path) -> None:
+    with collector() as (address, received):
+        traced = open_trace(section(address), tmp_path, LostRecords())
+        with traced, span("step", step=3), span("rollout", "rollouts"):
+            pass
+    resource = received[0].resource_spans[0]
+    attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
+    assert (attributes["service.name"], attributes["rl.run"]) == ("nemo-rl", tmp_path.name)
+    spans = {each.name: each for request in received for each in request.resource_spans[0].scope_spans[0].spans}
+    assert spans["rollout"].parent_span_id == spans["step"].span_id
+    assert spans["rollout"].trace_id == spans["step"].trace_id
+    assert len(spans["step"].trace_id) == 16
+    assert {each.key: each.value.int_value for each in spans["step"].attributes}["step"] == 3
+    assert spans["step"].end_time_unix_nano > spans["step"].start_time_unix_nano > 1.7e18  # after 2023
+
+
+def test_a_collector_that_refuses_costs_its_spans_and_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lost = LostRecords()
+    with collector(status=400) as (address, _), open_trace(section(address), tmp_path, lost), span("step"):
+        pass
+    assert "did not take the spans" in caplog.text
+    assert (tmp_path / "trace.json.gz").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["collector:4318", "http://collector:4318", "ftp://collector/v1/traces", "/v1/traces"]
+)
+def test_an_endpoint_without_scheme_and_path_is_refused(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="such as http://collector:4318/v1/traces"):
+        section(endpoint)
+
+
+def test_a_missing_exporter_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "nemo_rl.observability.otlp", None)
+    with (
+        pytest.raises(ConfigError, match="opentelemetry-exporter-otlp-proto-http"),
+        open_trace(section("http://collector/v1/traces"), tmp_path, LostRecords()),
+    ):
+        pass
