@@ -439,11 +439,11 @@ def test_a_closed_session_is_freed_at_once():
 
 
 def test_a_call_belongs_to_the_span_in_which_its_session_was_opened() -> None:
-    records: list[Any] = []
+    kept: list[Any] = []
 
     class Sink:
-        def write(self, written: Sequence[Any]) -> None:
-            records.extend(written)
+        def write(self, records: Sequence[Any]) -> None:
+            kept.extend(records)
 
         def close(self) -> None:
             """Nothing is held."""
@@ -459,6 +459,6 @@ def test_a_call_belongs_to_the_span_in_which_its_session_was_opened() -> None:
             await handler.complete_in_session(request(), live)
 
         asyncio.run(main())
-    spans = {record.name: record for record in records}
+    spans = {record.name: record for record in kept}
     assert spans["generation"].track == "gateway"
     assert spans["generation"].parent_id == spans["rollout"].span_id
