@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
@@ -30,7 +32,9 @@ START_SCRIPT = "import sys; sys.argv = ['gym', 'env', 'start']; from nemo_gym.cl
 IN_GYM = Path(__file__).with_name("in_gym")  # modules for Gym's processes
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # for the supervisor to end
-RAY_IS_LATE = "The current node timed out during startup"  # Ray's error after 30 s, which no setting changes
+RAY_IS_LATE = "The current node timed out during startup"  # Ray's error at its limits for its own start
+RAY_SHARE = 0.5  # of `start_timeout_s`, so that a Ray that is stuck is noticed in time to start another
+RAY_LIMITS = ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_request_timeout_seconds")  # 30 and 60 s by default
 TAIL_BYTES = 4096
 TAIL_LINES = 25
 
@@ -58,7 +62,7 @@ class GymStack:
     ) -> "GymStack":
         """Start a stack and wait until all its servers respond; its files and `gym.log` are in `run_dir/nemo_gym`.
 
-        Gym's Ray gives up after 30 s, as on a busy machine; the stack is then started once more.
+        Gym's Ray has limits of its own, half of `start_timeout_s`; if it gives up, the stack is started once more.
         Raises ConfigError for an invalid configuration, GymUnavailable with the end of the log for a stack that is not
         up within `start_timeout_s`, which does not count the creation of its environment.
         """
@@ -67,7 +71,7 @@ class GymStack:
         except GymStackEnded as error:
             if RAY_IS_LATE not in str(error):
                 raise
-            logger.warning("NeMo Gym's Ray did not start within 30 s; starting the stack again")
+            logger.warning("NeMo Gym's Ray did not start within its limits; starting the stack again")
         return await cls._start_once(section, policy, run_dir, key)
 
     def check(self) -> None:
@@ -118,7 +122,8 @@ class GymStack:
         head = merged.head_server
         write_workspace(directory, python, OmegaConf.to_container(merged, resolve=False))  # pyright: ignore
         logger.info("starting NeMo Gym; its log is %s", log_file)
-        process = _spawn(python, directory, log_file, stack_id)
+        ray_limits = dict.fromkeys(RAY_LIMITS, str(math.ceil(RAY_SHARE * section.start_timeout_s)))
+        process = _spawn(python, directory, log_file, {**ray_limits, **os.environ, STACK_ID_VARIABLE: stack_id})
         return cls(process, f"http://{head.host}:{head.port}", log_file, stack_id)
 
     async def _wait_until_ready(self, timeout_s: float, key: str) -> None:
@@ -173,12 +178,13 @@ class GymStack:
         return f"; the end of {self.log_file}:\n" + "\n".join(lines or ["(empty)"])
 
 
-def _spawn(python: GymPython, directory: Path, log_file: Path, stack_id: str) -> "subprocess.Popen[bytes]":
+def _spawn(
+    python: GymPython, directory: Path, log_file: Path, variables: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     # Excluded: modules of this Python, an environment of uv, a Ray cluster of another Python version.
     excluded = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS")
-    environment = {name: value for name, value in os.environ.items() if name not in excluded}
+    environment = {name: value for name, value in variables.items() if name not in excluded}
     environment |= {
-        STACK_ID_VARIABLE: stack_id,
         "PYTHONPATH": str(IN_GYM),
         "RAY_ADDRESS": "local",  # even if a cluster runs on this machine
         "PATH": f"{python.prefix / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",

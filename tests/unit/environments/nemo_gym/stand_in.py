@@ -18,6 +18,7 @@ config = OmegaConf.load("env.yaml")
 sys.stderr.write("this is the stand-in of NeMo Gym\n")
 if config.mode == "dies":
     sys.exit("no such key: policy_modle_name")
+Path("limit").write_text(os.environ["RAY_raylet_start_wait_time_s"])  # noqa: SIM112
 starts = Path("starts")
 starts.write_text(starts.read_text() + "." if starts.exists() else ".")
 if len(starts.read_text()) <= config.get("late_rays", 0):

@@ -121,6 +121,20 @@ def test_a_stack_that_dies_at_start_shows_the_end_of_its_log(section: Any, tmp_p
     assert str(error.value).endswith("this is the stand-in of NeMo Gym\nno such key: policy_modle_name")
 
 
+@pytest.mark.parametrize(("own", "limit"), [(None, "17"), ("7", "7")])
+def test_gyms_ray_may_take_half_of_the_stacks_time(
+    own: str | None, limit: str, section: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_raylet_start_wait_time_s", raising=False)
+    if own is not None:
+        monkeypatch.setenv("RAY_raylet_start_wait_time_s", own)
+
+    async def use(stack: GymStack) -> None:
+        assert (tmp_path / "nemo_gym" / "limit").read_text() == limit
+
+    with_stack(section("serves", start_timeout_s=32.5), tmp_path, use)
+
+
 @pytest.mark.parametrize("late_rays", [1, 2])
 def test_a_stack_whose_ray_is_late_is_started_once_more(late_rays: int, section: Any, tmp_path: Path) -> None:
     async def use(stack: GymStack) -> None:
