@@ -155,7 +155,8 @@ class Policy(Protocol):
     async def logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
         """Return log-probs of `batch["token_ids"]` under log_softmax(logits / temperature): [B, T] float32.
 
-        Column 0 is 0.
+        Column 0 is 0. With `policy.router_replay.mode: R2` the batch gets the experts of this pass as a column, for the
+        training steps on it.
         """
         ...
 

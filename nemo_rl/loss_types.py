@@ -36,6 +36,7 @@ class TokenScores(NamedTuple):
     candidates: "torch.Tensor | None" = None  # [B, T, K]; 0 for ids below 0
     entropy: "torch.Tensor | None" = None  # [B, T] of the whole distribution, in nats
     topk: TopK | None = None
+    routes: "torch.Tensor | None" = None  # [B, T, L, k] experts of each token (token_columns.py), if they are recorded
 
 
 @dataclass(frozen=True, slots=True)

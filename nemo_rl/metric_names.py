@@ -43,6 +43,20 @@ OPTIMIZATION = MetricGroup(
         "train/skipped_steps/<cause>": "skipped steps by cause: no_valid_tokens, nonfinite_loss, nonfinite_gradient",
     },
 )
+EXPERTS = MetricGroup(
+    "Mixtures of experts",
+    ROLLOUT_ALGORITHMS | {"sft", "dpo"},
+    {
+        "train/moe/load_max_over_mean": "tokens of a layer's most used expert over the mean of its experts, in the "
+        "least balanced layer; like all of these metrics over the tokens that a trained one depends on",
+        "train/moe/unused_experts": "experts, over all layers, that no token went to",
+        "train/moe/router_entropy": "mean entropy of the routers' distributions over experts, in nats",
+        "train/moe/other_experts": "share of tokens that in some layer went to other experts than recorded "
+        "(`policy.router_replay`); 0 under replay",
+        "train/moe/live_other_experts": "share of tokens that the routers would send to other experts than recorded",
+        "train/moe/missing_routes": "share of tokens without recorded experts, which are routed live",
+    },
+)
 SAMPLES = MetricGroup(
     "Samples and accuracy",
     ROLLOUT_ALGORITHMS | {"dpo", "rm"},
@@ -297,6 +311,7 @@ THROUGHPUT = MetricGroup(
 )
 METRIC_GROUPS = (
     OPTIMIZATION,
+    EXPERTS,
     SAMPLES,
     REWARDS,
     POLICY_GRADIENT,

@@ -90,6 +90,21 @@ def _check_shared_prefixes(key: str, model: PolicyConfig | TeacherConfig) -> Non
     raise ConfigError(f"{section}.share_prefixes", True, problem)
 
 
+def _check_replayed_pass(config: TrainingRunConfig) -> None:
+    """Raise ConfigError for `router_replay.mode: R2` in runs without a log-prob pass."""
+    if config.policy.router_replay.records_own and not isinstance(config, GRPORunConfig):
+        problem = "only GRPO has a log-prob pass whose routes could be replayed; allowed: R3, observe"
+        raise ConfigError("policy.router_replay.mode", "R2", problem)
+
+
+def check_router_replay(policy: PolicyConfig) -> None:
+    """Raise ConfigError for `router_replay` on a backend that cannot replay."""
+    backend = policy.parallelism
+    if policy.router_replay.enabled and not backend.REPLAYS_ROUTES:
+        problem = f"the backend {backend.title or policy.backend} does not replay routes; allowed: false"
+        raise ConfigError("policy.router_replay.enabled", True, problem)
+
+
 KEY = "checkpointing.metric_name"
 
 
@@ -251,6 +266,7 @@ def _check_batches(config: TrainingRunConfig) -> None:
 def check_micro_batch(policy: PolicyConfig) -> None:
     _check_micro_batch_divides(policy.train_micro_batch_size, policy.train_global_batch_size)
     check_backend(policy, key="policy")
+    check_router_replay(policy)
     check_batching(policy)
 
 
@@ -422,6 +438,7 @@ _TRAINING_CHECKS: tuple[Callable[[TrainingRunConfig], None], ...] = (
     check_checkpointing,
     check_teachers,
     check_teacher_batching,
+    _check_replayed_pass,
 )
 
 
@@ -432,7 +449,7 @@ ROLLOUT_KEYS = ("env_name", "agent_name", "processor")  # those that only rollou
 def check_supervised(config: SupervisedRunConfig) -> None:
     """Raise ConfigError for the combinations that cannot run, all at once; files are only looked for."""
     checks: list[Callable[[Any], None]] = [check_scheduler, check_data, _check_unused_keys, _check_data_length]
-    checks += [_check_supervised_metric, _check_supervised_policy]
+    checks += [_check_supervised_metric, _check_supervised_policy, _check_no_replay]
     if isinstance(config, DPORunConfig):
         checks += [_check_pair_packing, _check_preference_loss]
     run_checks(checks, config)
@@ -447,6 +464,11 @@ def _check_supervised_policy(config: SupervisedRunConfig) -> None:
     check_micro_batch(config.policy)
     if config.policy.device != "auto":
         make_policy_layout(config.policy, config.cluster, config.policy.device)
+
+
+def _check_no_replay(config: SupervisedRunConfig) -> None:
+    if config.policy.router_replay.enabled:
+        raise ConfigError("policy.router_replay.enabled", True, "no engine samples what is trained on; allowed: false")
 
 
 def _check_pair_batches(config: RewardModelRunConfig) -> None:

@@ -66,6 +66,31 @@ class DynamicBatchingConfig(_TokenBudgetConfig):
     sequence_length_round: int = Field(default=64, gt=0)  # the padded length is a multiple of it
 
 
+class RouterReplayConfig(Section):
+    """Training of a mixture of experts on recorded routes: each token goes to the experts that it went to before, with
+    the live weights of the router."""
+
+    enabled: bool = False
+    # R3: to the engine's experts. R2: to those of the policy's own log-prob pass, for engines that record none.
+    # observe: the engine's are only compared with, and tokens are routed live.
+    mode: Literal["R3", "R2", "observe"] = "R3"
+
+    @property
+    def records(self) -> bool:
+        """Return whether engines record routes."""
+        return self.enabled and self.mode != "R2"
+
+    @property
+    def records_own(self) -> bool:
+        """Return whether the policy's log-prob pass records them."""
+        return self.enabled and self.mode == "R2"
+
+    @property
+    def replays(self) -> bool:
+        """Return whether tokens go to recorded experts."""
+        return self.enabled and self.mode != "observe"
+
+
 class BackendConfig(Section):
     """Options of a policy backend: how it spreads a model over ranks, and what else it has of its own.
 
@@ -76,6 +101,7 @@ class BackendConfig(Section):
     TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_parallel_size"
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = None  # None: layers are not divided into stages
     NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
+    REPLAYS_ROUTES: ClassVar[bool] = False  # routers of experts can replay routes (`policy.router_replay`)
     SHARES_PREFIXES: ClassVar[bool] = False  # samples of a pack may share prefixes (`sequence_packing.share_prefixes`)
     GATHERS_ON_ALL_RANKS: ClassVar[bool] = False  # every rank can be given all weights (`Policy.run_on_all_ranks`)
     SPLITS_STATE: ClassVar[bool] = False  # data-parallel ranks together hold one copy of weights and gradients
@@ -347,6 +373,7 @@ class PolicyConfig(ModelConfig, ParallelModelConfig):
     logprob_chunk_size: ChunkSize = "auto"
     sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()
+    router_replay: RouterReplayConfig = RouterReplayConfig.with_defaults()  # of experts' routes, in training
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
     # the policy leaves a CUDA device that engines share while they sample; auto: unless both fit by the memory plan
     offload: Literal["auto", "always", "never"] = "auto"

@@ -22,6 +22,7 @@ class EngineModel:
     max_model_len: int
     device: str
     trust_remote_code: bool = False
+    records_routes: bool = False  # completions have the column `token_columns.ROUTED_EXPERTS`
 
 
 async def make_generation(

@@ -10,15 +10,18 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from nemo_rl.distributed.expert_routers import RouterOutput, find_routers
 from nemo_rl.distributed.float32 import can_keep_float32_residual, float32_product, keep_float32_residual
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import Generation
+from nemo_rl.token_columns import NO_COLUMNS, ROUTED_EXPERTS, TokenColumns, id_dtype, missing_value
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan
 from nemo_rl.weight_manifests import Weights
 
@@ -36,6 +39,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # weight version per token
+    routes: list[np.ndarray] = field(default_factory=list)  # per forward pass, [tokens, layers, k]
     stopped: bool = False
 
     @property
@@ -51,7 +55,17 @@ class Row:
             "stop" if self.stopped else "length",
             weight_versions=(spans[0].version, spans[-1].version),
             weight_spans=spans if len(spans) > 1 else (),
+            columns=self._columns(),
         )
+
+    def _columns(self) -> TokenColumns:
+        """Return the routes of the prompt's and the response's tokens; the last one was no input of the model."""
+        if not self.routes:
+            return NO_COLUMNS
+        routes, count = np.concatenate(self.routes), len(self.request.token_ids) + len(self.token_ids)
+        column = np.full((count, *routes.shape[1:]), missing_value(routes.dtype), routes.dtype)
+        column[:-1] = routes[: count - 1]
+        return TokenColumns({ROUTED_EXPERTS: column})
 
 
 @dataclass(slots=True)
@@ -65,6 +79,30 @@ class Batch:
     @property
     def is_done(self) -> bool:
         return all(row.is_done for row in self.rows)
+
+
+class RouteRecorder:
+    """Keeps the experts that a model routes the tokens of a forward pass to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Observe the model's routers; raises GenerationError if it has none of a known kind."""
+        routers = find_routers(model)
+        if not routers:
+            raise GenerationError(f"policy.router_replay: {type(model).__name__} has no router of a known kind")
+        self._dtype = id_dtype(max(router.num_experts for router in routers))
+        self._layers: list[np.ndarray] = []  # of one forward pass, [B * T, k]
+        for router in routers:
+            router.register_forward_hook(self._keep)
+
+    def _keep(self, router: nn.Module, inputs: Any, output: RouterOutput) -> None:
+        self._layers.append(output[2].cpu().numpy().astype(self._dtype))
+
+    def hand_over(self, rows: Sequence[Row], is_token: torch.Tensor) -> None:
+        """Append the routes of the last forward pass to its rows, without those of padding; `is_token` is [B, T]."""
+        routes = np.stack(self._layers, axis=1).reshape(*is_token.shape, len(self._layers), -1)
+        self._layers.clear()
+        for row, own, known in zip(rows, routes, is_token.numpy(), strict=True):
+            row.routes.append(own[known])
 
 
 class HFGeneration(Generation):
@@ -84,6 +122,7 @@ class HFGeneration(Generation):
         max_batch_size: int = 64,
         max_model_len: int | None = None,
         trust_remote_code: bool = False,
+        records_routes: bool = False,
     ) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
@@ -95,6 +134,7 @@ class HFGeneration(Generation):
                 keep_float32_residual(self._model)
             else:
                 logger.warning("%s: cannot keep the residual stream in float32", type(self._model).__name__)
+        self._routes = RouteRecorder(self._model) if records_routes else None
         self._model_path = model_path
         self._device = device
         self._max_batch_size = max_batch_size
@@ -180,6 +220,8 @@ class HFGeneration(Generation):
             mask[index, width - len(each) :] = 1
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache(config=self._model.config)
+        for row in rows:
+            row.routes.clear()  # those of keys and values that are gone
         while True:
             output = self._model(
                 input_ids=token_ids.to(self._device),
@@ -189,6 +231,8 @@ class HFGeneration(Generation):
                 use_cache=True,
                 logits_to_keep=1,
             )
+            if self._routes is not None:
+                self._routes.hand_over(rows, mask[:, -token_ids.shape[1] :].bool())
             yield output.logits[:, -1].float().cpu()
             token_ids = torch.tensor([[row.token_ids[-1]] for row in rows])
             mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=torch.int64)], dim=-1)

@@ -14,6 +14,7 @@ from nemo_rl.config.policy import ModelConfig, PolicyConfig, TeacherConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.token_alignment import Vocabulary
 from nemo_rl.data.tokenizer import load_tokenizer, load_tokenizer_with_template
+from nemo_rl.distributed.expert_routers import MODEL_TYPES
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.policy.hf_model import load_config
@@ -47,11 +48,19 @@ async def resolve_policy(section: PolicyConfig) -> ResolvedModel:
     config = load_config(path, section.hf_config_overrides)
     section.parallelism.check_model(config, key=f"policy.{section.backend_key}")
     check_moe(section.moe, config)
+    check_router_replay(section, config)
     check_context_length(section, config)
     tokenizer = load_tokenizer(section.tokenizer, path)
     encoder = ChatEncoder(tokenizer, chat_template_kwargs=section.tokenizer.chat_template_kwargs)
     encoder.check()
     return ResolvedModel("policy", path, config, tokenizer, encoder)
+
+
+def check_router_replay(policy: PolicyConfig, model: PreTrainedConfig) -> None:
+    """Raise ConfigError for `policy.router_replay` with a model whose routers are not known, such as a dense one."""
+    if policy.router_replay.enabled and model.model_type not in MODEL_TYPES:
+        problem = f"models of type {model.model_type!r} have no routers that can replay; allowed: false"
+        raise ConfigError("policy.router_replay.enabled", True, f"{problem}, or types {', '.join(MODEL_TYPES)}")
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

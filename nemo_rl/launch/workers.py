@@ -199,7 +199,8 @@ async def _open_generation(
     beside_training = config.algorithm.samples_beside_training
     section = config.policy.generation.for_layout(layout, samples_beside_training=beside_training)
     length = section.max_model_len or config.policy.max_total_sequence_length
-    model = EngineModel(model_path, config.policy.engine_dtype, length, layout.device)
+    records = config.policy.router_replay.records
+    model = EngineModel(model_path, config.policy.engine_dtype, length, layout.device, records_routes=records)
     return await make_generation(section, model, slots=slots, start_timeout_s=config.cluster.start_limit_s(model_path))
 
 

@@ -65,6 +65,12 @@ class PackedSequences:
         """Return a column [B, T, ...] in the order of the packed tokens: [1, N, ...]."""
         return column[self.is_not_padding].unsqueeze(0)
 
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values [N, ...] of the packed tokens as a column [B, T, ...], 0 in padding."""
+        column = values.new_zeros(*self.is_not_padding.shape, *values.shape[1:])
+        column[self.is_not_padding] = values
+        return column
+
     def packed_positions(self, mask: torch.Tensor) -> torch.Tensor:
         """Return the positions in the pack of the M true entries of [B, T], none of which is padding: [M] int64."""
         return mask[self.is_not_padding].nonzero().squeeze(1)
@@ -310,6 +316,10 @@ class SharedPrefixes:
     def lay_out(self, column: torch.Tensor) -> torch.Tensor:
         """Return a column [B, T, ...] in the order of the tree's tokens, from their `sources`: [1, N, ...]."""
         return column.flatten(0, 1)[self.sources].unsqueeze(0)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values [N, ...] of the tree's tokens as a column [B, T, ...], with any value in padding."""
+        return values[self.row_positions]
 
 
 def tree_attention(

@@ -18,15 +18,19 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
+from tensordict import TensorDict
 
+from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import WorkerError, WorkerTimeout
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import TopK
 from nemo_rl.policy.batch_transfer import SentBatch, merge_recorded, merge_rows
+from nemo_rl.policy.micro_batches import columns_of
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.policy.worker import make_policy_worker, make_teacher_worker
+from nemo_rl.token_columns import ROUTED_EXPERTS
 from nemo_rl.types import TrainingBatch
 
 if TYPE_CHECKING:
@@ -76,6 +80,13 @@ class ScoringCalls(ABC):
 
 class PolicyCalls(ScoringCalls):
     """The methods of `interfaces.Policy` as calls of workers."""
+
+    async def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        logprobs, *routes = await self._score("logprobs", batch)
+        if routes:
+            columns = {**(columns_of(batch) or {}), ROUTED_EXPERTS: routes[0]}
+            batch[keys.COLUMNS] = TensorDict(columns, batch_size=batch.batch_size)
+        return logprobs
 
     async def reference_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         return (await self._score("reference_logprobs", batch))[0]

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from nemo_rl.distributed.float32 import float32_product
 from nemo_rl.loss_types import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.attention import PACKED_ATTENTION, PackedSequences, check_packed_attention
+from nemo_rl.policy.expert_routing import ExpertRouting, PaddedRows, TokenLayout
 from nemo_rl.policy.hf_model import small_model
 from nemo_rl.policy.linear_logprobs import LinearOptions, is_plain_matrix, linear_logprobs
 from nemo_rl.policy.log_softmax import logprobs_and_entropy
@@ -173,6 +174,7 @@ class CausalLogprobs(nn.Module):
         self.truncation = WHOLE  # the scored distribution's
         self.vocabulary: VocabularyShard | None = None  # this rank's part of a split output layer
         self.has_float32_residual = False  # layers of a bfloat16 model take and return float32
+        self.routing: ExpertRouting | None = None  # of a mixture of experts that is trained
         probe = small_model(model, probe_device) if model.device.type == "meta" else self.model
         self.is_chunked = self._supports_chunked_logits(probe)
         if not self.is_chunked:
@@ -213,19 +215,25 @@ class CausalLogprobs(nn.Module):
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
         score_query = ScoreQuery.at(at, token_ids, wanted, candidate_ids)
         inputs: dict[str, Any] = {"input_ids": token_ids}
+        layout: TokenLayout = PaddedRows(token_ids.shape[1])
         if self.is_packed:
             pack = PackedSequences.of(
                 lengths or [token_ids.shape[1]] * len(token_ids), token_ids.shape[1], token_ids.device
             )
-            inputs = pack.model_inputs(token_ids)
+            inputs, layout = pack.model_inputs(token_ids), pack
             at = pack.packed_positions(needed)
+        if self.routing is not None:
+            self.routing.begin(needed, columns, layout)
         if self.is_chunked:
             hidden = self._hidden_states(inputs).flatten(0, 1).index_select(0, at - 1)
             scores = self._score_in_chunks(hidden, score_query)
         else:
             logits = self.model(**inputs, use_cache=False).logits
             scores = self._score_logits(logits.flatten(0, 1).index_select(0, at - 1).float(), score_query)
-        return scatter_scores(scores, needed)
+        return self._with_routes(scatter_scores(scores, needed))
+
+    def _with_routes(self, scores: TokenScores) -> TokenScores:
+        return scores if self.routing is None else scores._replace(routes=self.routing.take_live())
 
     def _hidden_states(self, inputs: dict[str, Any]) -> torch.Tensor:
         return self.model.base_model(**inputs, use_cache=False).last_hidden_state

@@ -73,6 +73,8 @@ class SharedPrefixLogprobs(CausalLogprobs):
             topk=wanted.topk,
         )
         inputs = tree.model_inputs(token_ids)
+        if self.routing is not None:
+            self.routing.begin(needed, columns, tree)
         if self.is_chunked:
             hidden = self._hidden_states(inputs)[0].index_select(0, queries.predictors)
             scores = queries.score(self._logits, self._score_logits, hidden, score_query, size=self.chunk_size)
@@ -80,7 +82,7 @@ class SharedPrefixLogprobs(CausalLogprobs):
             logits = self.model(**inputs, use_cache=False).logits[0].index_select(0, queries.predictors).float()
             scores = queries.score(nn.Identity(), self._score_logits, logits, score_query, size=None)
         scores = map_scores(lambda values: values[0].index_select(0, queries.of_entry), [scores])
-        return scatter_scores(scores, needed)
+        return self._with_routes(scatter_scores(scores, needed))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         output_layer = self.model.get_output_embeddings()

@@ -76,7 +76,8 @@ class ScoringWorker(ABC, Generic[ConfigT]):
     def logprobs(self, batch: TrainingBatch) -> ScoredRows | None:
         """Return log_softmax(logits / temperature) of the tokens with a mask, else 0, of this rank's rows, in float32.
 
-        None on a rank whose rows another rank returns.
+        With `policy.router_replay.mode: R2` also the experts [n, t, L, k] of the tokens. None on a rank whose rows
+        another rank returns.
         """
         self._require("weights")
         return self._logprobs(self.module, batch)
@@ -122,7 +123,7 @@ class ScoringWorker(ABC, Generic[ConfigT]):
 
     def _logprobs(self, module: nn.Module, batch: TrainingBatch) -> ScoredRows | None:
         scored = self._iter_scores(module, batch, LOGPROBS_ONLY)
-        return self._collect((rows, (scores.logprobs,)) for rows, scores in scored)
+        return self._collect((rows, _logprobs_and_routes(scores)) for rows, scores in scored)
 
     def _collect(self, scored: Iterable[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]) -> ScoredRows | None:
         """Return this rank's rows on the data-parallel leader, else None."""
@@ -131,6 +132,10 @@ class ScoringWorker(ABC, Generic[ConfigT]):
         for _ in scored:  # the ranks compute together, so each iterates to the end
             pass
         return None
+
+
+def _logprobs_and_routes(scores: TokenScores) -> tuple[torch.Tensor, ...]:
+    return (scores.logprobs,) if scores.routes is None else (scores.logprobs, scores.routes)
 
 
 class RecordedLoss:
@@ -254,7 +259,8 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
 
         Returns, the same on every rank, the loss function's metrics and `loss`, `grad_norm`, `lr` (that was used),
         `global_valid_seqs`, `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps` and those by cause,
-        `train_flops` (of all ranks together). A step whose loss or gradient is not finite is skipped with a warning.
+        `train_flops` (of all ranks together), and `moe/...` of a mixture of experts. A step whose loss or gradient is
+        not finite is skipped with a warning.
 
         Raises:
             PolicyError: the batch lacks a key that the loss reads.
@@ -270,7 +276,12 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         steps = [self._trainer.optimizer_step(batch, rows, loss_fn) for rows in parts]
         if self._scheduler is not None and not all(step.is_skipped for step in steps):
             self._scheduler.step()
-        return {**reduce_over_optimizer_steps(steps), "lr": lr, "train_flops": self.train_flops(batch)}
+        own = {"lr": lr, "train_flops": self.train_flops(batch), **self._routing_metrics()}
+        return {**reduce_over_optimizer_steps(steps), **own}
+
+    def _routing_metrics(self) -> dict[str, float]:
+        """Return the metrics `moe/...` of the step, the same on every rank; none for a model without experts."""
+        return {}
 
     def recorded_logprobs(self) -> ScoredRows | None:
         """Return the log-probs of the last step's `recorded` rows that this rank has trained on, by their numbers.

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -53,3 +54,24 @@ class LoadingFromItsRank(CpuWeightLoadingExtension):
         for name, tensor in sorted(self.model_runner.get_model().state_dict().items()):
             found.update(name.encode() + tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
+
+
+class CountingPreemptions(LoadingWithSkippableRepair):
+    """Records routes as the product does, and counts preempted requests."""
+
+    num_preemptions = 0
+
+    def record_routes(self) -> None:
+        execute = self.model_runner.execute_model
+
+        def counting(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            self.num_preemptions += len(scheduled.preempted_req_ids or ())
+            return execute(scheduled, *args, **kwargs)
+
+        self.model_runner.execute_model = counting
+        super().record_routes()
+
+    def route_state(self) -> tuple[int, int]:
+        """Return the number of preemptions, and of requests whose routes are kept beside the table."""
+        assert self._routes is not None
+        return self.num_preemptions, len(self._routes._finished) + len(self._routes._settled)

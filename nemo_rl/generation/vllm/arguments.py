@@ -35,6 +35,8 @@ def engine_arguments(section: VllmGenerationConfig, model: EngineModel) -> dict[
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if model.records_routes and not on_cpu:  # a CPU engine's worker records them itself (cpu/routes.py)
+        arguments["enable_return_routed_experts"] = True
     if on_cpu:
         arguments |= cpu_arguments(cfg, length)
     elif cfg.tensor_parallel_size > 1:

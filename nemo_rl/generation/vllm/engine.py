@@ -22,7 +22,9 @@ from nemo_rl.generation.requests import as_completed, structured_outputs
 from nemo_rl.generation.vllm.arguments import engine_arguments
 from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig
 from nemo_rl.generation.vllm.process_environment import START_S, restore_environment, starting_engine
+from nemo_rl.generation.vllm.routes import make_route_source
 from nemo_rl.interfaces import EnginePart
+from nemo_rl.token_columns import NO_COLUMNS, TokenColumns
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 from nemo_rl.weight_manifests import DeviceWeights, LocalWeights, WeightChunks, WeightManifest, Weights, WeightStream
 
@@ -51,6 +53,7 @@ class VllmGeneration:
         section: VllmGenerationConfig,
         *,
         device: str,
+        records_routes: bool = False,
         control_s: float = CONTROL_S,
     ) -> None:
         """Use `create`."""
@@ -76,6 +79,7 @@ class VllmGeneration:
         self._cached_params = functools.lru_cache(self._make_params)
         self._vocab_size: int = engine.vllm_config.model_config.get_vocab_size()
         self._max_model_len: int = engine.vllm_config.model_config.max_model_len
+        self._routes = make_route_source(engine, on_cpu=device == "cpu") if records_routes else None
         self._weight_version = 0
         self._num_running = 0
         self._paused_engine = False
@@ -94,7 +98,7 @@ class VllmGeneration:
         """
         async with starting_engine(model.device, start_timeout_s, num_workers=section.num_workers):
             engine = start_engine(section, model)
-            generation = cls(engine, section, device=model.device)
+            generation = cls(engine, section, device=model.device, records_routes=model.records_routes)
             try:
                 async with generation._engine_deadline("start"):
                     if section.vllm_cfg.in_process:
@@ -104,6 +108,8 @@ class VllmGeneration:
                         generation._pids = frozenset(pid for each in workers for pid in each) - {os.getpid()}
                     if model.device == "cpu":
                         await engine.collective_rpc("use_request_streams")
+                    if generation._routes is not None:
+                        await generation._routes.start()
                     await engine.update_weight_version("0")
             except BaseException:  # a Ctrl-C too: the engine's process must not outlive its caller
                 await generation.close()
@@ -127,6 +133,11 @@ class VllmGeneration:
         self._num_running += 1
         try:
             output = await self._sample(request)
+            columns = NO_COLUMNS if self._routes is None else await self._routes.take(request, output)
+        except asyncio.CancelledError:
+            if self._routes is not None:
+                self._routes.drop(request)
+            raise
         except self._dead_error_type as error:
             raise _engine_dead_error() from error
         except self._refusal_errors as error:
@@ -134,7 +145,7 @@ class VllmGeneration:
             return FailedRequest(request.request_id, one_line(error), is_too_long=is_too_long)
         finally:
             self._num_running -= 1
-        return to_completion(request.request_id, output, version)
+        return to_completion(request.request_id, output, version, columns)
 
     async def _sample(self, request: GenerationRequest) -> "RequestOutput":
         if not 0 <= min(request.token_ids, default=0) <= max(request.token_ids, default=0) < self._vocab_size:
@@ -311,7 +322,9 @@ def weight_loading_call(weights: LocalWeights | WeightManifest | DeviceWeights |
     return "load_weight_file", (weights.path, entries)
 
 
-def to_completion(request_id: str, output: "RequestOutput", version: int) -> Completion | FailedRequest:
+def to_completion(
+    request_id: str, output: "RequestOutput", version: int, columns: TokenColumns = NO_COLUMNS
+) -> Completion | FailedRequest:
     """Return the request's result; `version` is the weight version at its start, used if the engine reports none."""
     sampled: Any = output.outputs[0]
     if sampled.finish_reason not in ("stop", "length"):
@@ -324,6 +337,7 @@ def to_completion(request_id: str, output: "RequestOutput", version: int) -> Com
         sampled.finish_reason,
         weight_versions=(spans[0].version, spans[-1].version) if spans else (version, version),
         weight_spans=spans if len(spans) > 1 else (),
+        columns=columns,
     )
 
 

@@ -188,6 +188,7 @@ def check_vllm(key: str, section: VllmGenerationConfig, config: "TrainingRunConf
     if section.max_model_len is not None and section.max_model_len < total:
         problem = f"must be at least policy.max_total_sequence_length = {total}"
         raise ConfigError(f"{key}.vllm_cfg.max_model_len", section.max_model_len, problem)
+    check_routes(key, section, config)
     if not section.vllm_cfg.in_process:
         return
     if section.in_actor or (section.num_replicas or 1) > 1 or section.vllm_cfg.tensor_parallel_size > 1:
@@ -197,6 +198,14 @@ def check_vllm(key: str, section: VllmGenerationConfig, config: "TrainingRunConf
         raise ConfigError(IN_PROCESS_KEY, True, f"vllm_kwargs.{parallel[0]} needs processes; allowed: false")
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "1":
         raise ConfigError(IN_PROCESS_KEY, True, "VLLM_ENABLE_V1_MULTIPROCESSING=1 asks for a process; allowed: false")
+
+
+def check_routes(key: str, section: VllmGenerationConfig, config: "TrainingRunConfig") -> None:
+    """Raise ConfigError for engines whose first worker does not see the routes of every token and layer."""
+    split = sorted(section.vllm_kwargs.keys() & {"data_parallel_size", "pipeline_parallel_size"})
+    if config.policy.router_replay.records and split:
+        problem = f"policy.router_replay.enabled is true, which needs whole engines; allowed: no {split[0]}"
+        raise ConfigError(f"{key}.vllm_kwargs.{split[0]}", section.vllm_kwargs[split[0]], problem)
 
 
 VLLM = Entry(VllmGenerationConfig, make=factory_at("nemo_rl.generation.vllm.start:make_vllm"), check=check_vllm)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from nemo_rl.distributed.processes import end_with
@@ -22,6 +23,12 @@ PlainEntry = tuple[str, str, list[int], int]  # a WeightEntry in types that vLLM
 
 def to_weight_entries(plain: list[PlainEntry]) -> tuple[WeightEntry, ...]:
     return tuple(WeightEntry(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in plain)
+
+
+def expert_layers(model: torch.nn.Module) -> list[Any]:
+    """Return the layers with experts, first layer first."""
+    found = [module for module in model.modules() if isinstance(module, MoERunner)]
+    return sorted(found, key=lambda layer: layer.layer_id)
 
 
 class WeightLoadingExtension:
@@ -45,6 +52,13 @@ class WeightLoadingExtension:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             end_with(trainer)
         return os.getpid(), os.getppid()
+
+    def describe_experts(self) -> tuple[list[int], int]:
+        """Return the numbers of the layers with experts, in their order, and the number of experts of a layer."""
+        layers = expert_layers(self.model_runner.get_model())
+        return [layer.layer_id for layer in layers], max(
+            (layer.router.global_num_experts for layer in layers), default=0
+        )
 
     def load_weight_file(self, path: str, entries: list[PlainEntry]) -> None:
         """Load the tensors of a weight file, under their Hugging Face names, into the model."""

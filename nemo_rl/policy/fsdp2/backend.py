@@ -41,6 +41,7 @@ class DTensorConfig(BackendConfig):
     GATHERS_ON_ALL_RANKS: ClassVar[bool] = True
     SPLITS_STATE: ClassVar[bool] = True
     SHARES_PREFIXES: ClassVar[bool] = True
+    REPLAYS_ROUTES: ClassVar[bool] = True
 
     backend: str = Field(default="fsdp2", exclude=True)
     enabled: bool = True  # has no effect: backend "auto" is FSDP2 unless megatron_cfg.enabled

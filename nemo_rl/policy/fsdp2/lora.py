@@ -118,14 +118,15 @@ class Adapters:
 
 
 class AdaptersDisabled(nn.Module):
-    """A module over a model whose adapters are disabled in each call."""
+    """A module over a model whose adapters are disabled in each call, and which replays no routes: it is another
+    policy."""
 
     def __init__(self, module: nn.Module, adapters: Adapters) -> None:
         super().__init__()
         self._module = module
         self._adapters = adapters
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, columns: object = None, **kwargs: Any) -> Any:
         with self._adapters.disabled():
             return self._module(*args, **kwargs)
 

@@ -28,6 +28,7 @@ from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, optimizers, step_report
+from nemo_rl.policy.expert_routing import make_routing
 from nemo_rl.policy.fsdp2 import sharding
 from nemo_rl.policy.fsdp2.backend import DTensorConfig, TrainedDTensorConfig, check_tensor_parallel
 from nemo_rl.policy.fsdp2.balance import RouterBalance, freeze_routers, routed_tokens
@@ -135,6 +136,7 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
         if is_frozen:
             module.requires_grad_(False)
         else:
+            module.routing = make_routing(model, config.router_replay)
             hf_model.freeze_parameters(model, section.frozen_parameters, key="policy.dtensor_cfg.frozen_parameters")
             if config.moe.freeze_router:
                 freeze_routers(model)
@@ -154,6 +156,9 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
 
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self._model, dtype, adapter_scale=self._adapters.scale if self._adapters else None)
+
+    def _routing_metrics(self) -> dict[str, float]:
+        return {} if self.module.routing is None else self.module.routing.take_metrics(self.layout)
 
     def _start_weights_save(self, path: Path) -> None:
         if self._adapters is not None:

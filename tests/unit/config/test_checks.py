@@ -49,6 +49,16 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             "required: the tokens of one forward pass",
         ),
         (
+            ["policy.router_replay.enabled=true", "++policy.generation.vllm_kwargs.pipeline_parallel_size=2"],
+            "policy.generation.vllm_kwargs.pipeline_parallel_size",
+            r"policy\.router_replay\.enabled is true, which needs whole engines",
+        ),
+        (
+            ["policy.router_replay.enabled=true", "policy.megatron_cfg.enabled=true"],
+            "policy.router_replay.enabled",
+            "the backend Megatron does not replay routes; allowed: false",
+        ),
+        (
             ["policy.sequence_packing.share_prefixes=true"],
             "policy.sequence_packing.share_prefixes",
             r"policy\.sequence_packing\.enabled is false: .* allowed: false, or both true",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nemo_rl.config.layout import DeviceSlot, Layout
+from nemo_rl.config.policy import RouterReplayConfig
 from nemo_rl.errors import ConfigError, GenerationError
 from nemo_rl.generation.driver_engines import DriverEngineConfig
 from nemo_rl.generation.engines import EngineModel
@@ -96,6 +97,12 @@ def test_cuda_engine_on_several_devices_never_uses_rays_executor():
     assert "distributed_executor_backend" not in arguments("cuda")
 
 
+def test_cuda_engine_returns_routes_itself_and_only_if_they_are_replayed():
+    model = EngineModel("model", "bfloat16", 1024, "cuda", records_routes=True)
+    assert engine_arguments(VllmGenerationConfig(), model)["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" not in arguments("cuda")
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_logits_of_a_bfloat16_engine_are_float32_unless_the_user_says_otherwise(device: str):
     assert arguments(device)["hf_overrides"] == {"head_dtype": "float32"}
@@ -171,7 +178,8 @@ def test_engine_is_in_the_trainers_process_where_they_take_turns_on_a_cpu(monkey
     ],
 )
 def test_engine_in_the_trainers_process_is_one(section, named):
-    config: Any = SimpleNamespace(policy=SimpleNamespace(max_total_sequence_length=64))
+    policy = SimpleNamespace(max_total_sequence_length=64, router_replay=RouterReplayConfig())
+    config: Any = SimpleNamespace(policy=policy)
     section = VllmGenerationConfig(vllm_cfg=VllmConfig(in_process=True), **section)
     with pytest.raises(ConfigError, match=rf"vllm_cfg\.in_process.*{named}"):
         check_vllm("policy.generation", section, config)

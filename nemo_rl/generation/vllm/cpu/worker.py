@@ -1,6 +1,6 @@
 """The engine's half of a refit on a CPU: repeats recorded copies, and packs layers that vLLM leaves unpacked."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from nemo_rl.distributed.float32 import allow_bfloat16_units
 from nemo_rl.generation.vllm.cpu import layers  # its import makes vLLM use its layers
 from nemo_rl.generation.vllm.cpu.reload_plan import ReloadPlan, ReloadRecorder, TensorLayout, layouts_of
+from nemo_rl.generation.vllm.cpu.routes import RouteTable
+from nemo_rl.generation.vllm.routes import PlainArray, to_plain
 from nemo_rl.generation.vllm.worker import WeightLoadingExtension
 
 
@@ -19,6 +21,7 @@ class CpuWeightLoadingExtension(WeightLoadingExtension):
 
     _plan: ReloadPlan | None = None  # set once tensors have been loaded from host memory
     _unplanned: dict[str, TensorLayout] | None = None  # tensors last loaded from host memory, if they allow no plan
+    _routes: RouteTable | None = None  # set on the first worker once `record_routes` was called
 
     def detach_from_terminal(self, trainer: int) -> tuple[int, int]:
         """Detach this process, which is the engine's alone, and let it compute in bfloat16 units."""
@@ -32,6 +35,18 @@ class CpuWeightLoadingExtension(WeightLoadingExtension):
         """
         if not self.vllm_config.use_v2_model_runner:
             layers.use_request_streams(self.model_runner.sampler.topk_topp_sampler)
+
+    def record_routes(self) -> None:
+        """Record the experts of every token from now on, on the first worker: tensor-parallel ones route alike."""
+        if self.rank == 0:
+            self._routes = RouteTable(self.model_runner)
+
+    def take_routes(self, taken: Sequence[tuple[str, int]], dropped: Sequence[str]) -> list[PlainArray]:
+        """Return the routes of the first tokens of finished requests, and forget aborted ones (`RouteTable`)."""
+        if self._routes is None:
+            return []
+        self._routes.drop(dropped)
+        return [to_plain(rows) for rows in self._routes.take([(name, count) for name, count in taken])]
 
     def _load_from_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load whole tensors, which may be read twice; repeat the copies of the last load if the tensors are alike."""

@@ -1,0 +1,60 @@
+"""The routers of transformers' mixtures of experts, which engines observe and the policy replays.
+
+A router is a module that returns (logits, scores, ids): logits [N, E] of N tokens and E experts, the ids [N, k] of the
+k experts of each token, and the weights [N, k] of their outputs. How the experts are sharded does not matter to it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+RouterOutput: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # logits, scores, ids
+
+
+def softmax_affinities(logits: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(-1, dtype=torch.float32)
+
+
+def sigmoid_affinities(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float().sigmoid()
+
+
+@dataclass(frozen=True, slots=True)
+class RouterKind:
+    """How a class of routers weights the experts of a token."""
+
+    model_type: str
+    affinities: Callable[[torch.Tensor], torch.Tensor]  # of all experts to a token, [N, E] float32
+    epsilon: float = 0.0  # added to the sum of the chosen affinities that they are divided by
+
+    def scores(self, router: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the weights [N, k] that the router would give the experts `ids` [N, k] int64, in float32.
+
+        They are functions of the logits, so that the router has a gradient whoever chose the experts. The bias that
+        balances experts without a loss only decides which are chosen.
+        """
+        scores = self.affinities(logits).gather(1, ids)
+        if getattr(router, "norm_topk_prob", True):  # Mixtral's always does
+            scores = scores / (scores.sum(-1, keepdim=True) + self.epsilon)
+        return scores * getattr(router, "routed_scaling_factor", 1.0)
+
+
+ROUTERS: Mapping[str, RouterKind] = {  # by the name of the class in transformers 5.19
+    "DeepseekV3TopkRouter": RouterKind("deepseek_v3", sigmoid_affinities, epsilon=1e-20),
+    "MixtralTopKRouter": RouterKind("mixtral", softmax_affinities),
+    "Qwen3MoeTopKRouter": RouterKind("qwen3_moe", softmax_affinities),
+}
+MODEL_TYPES = sorted(kind.model_type for kind in ROUTERS.values())
+
+
+def kind_of(router: nn.Module) -> RouterKind:
+    """Return the kind of a router of `find_routers`."""
+    return ROUTERS[type(router).__name__]
+
+
+def find_routers(model: nn.Module) -> list[Any]:
+    """Return the model's routers of known kinds, in the order of its layers."""
+    return [module for module in model.modules() if type(module).__name__ in ROUTERS]
