@@ -18,9 +18,10 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.policy.memory import ModelShape, UnknownShapeError
 
 QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
+QUICKSTART_EXPERTS = "nemo_rl/quickstart-moe"  # also with "-N"; a mixture of experts
 QUICKSTART_TEACHER = "nemo_rl/quickstart-teacher"  # also with "-N"
 QUICKSTART_PAIRS_TEACHER = "nemo_rl/quickstart-pairs-teacher"  # also with "-N"; its tokenizer differs
-_QUICKSTART = re.compile(r"nemo_rl/(quickstart(?:-teacher|-pairs-teacher)?)(?:-([0-9]+))?")
+_QUICKSTART = re.compile(r"nemo_rl/(quickstart(?:-moe|-teacher|-pairs-teacher)?)(?:-([0-9]+))?")
 MODEL_FILE = "config.json"  # every Hugging Face model has it
 
 AnyConfig: TypeAlias = TrainingRunConfig | SupervisedRunConfig | SampledRunConfig | RewardModelRunConfig
@@ -35,7 +36,7 @@ def quickstart_model(key: str, model_name: str) -> tuple[str, int] | None:
         return None
     match = _QUICKSTART.fullmatch(model_name)
     if match is None:
-        names = f"{QUICKSTART_MODEL}, {QUICKSTART_TEACHER}, {QUICKSTART_PAIRS_TEACHER}"
+        names = ", ".join((QUICKSTART_MODEL, QUICKSTART_EXPERTS, QUICKSTART_TEACHER, QUICKSTART_PAIRS_TEACHER))
         raise ConfigError(key, model_name, f"allowed: {names}, or {QUICKSTART_MODEL}-N for a seed N")
     return match[1], int(match[2] or 0)
 

@@ -183,6 +183,7 @@ def _move_into_place(made: Path, directory: Path, recipe: str) -> None:
 
 RECIPES = {
     "quickstart": quickstart.student,
+    "quickstart-moe": quickstart.experts,
     "quickstart-teacher": quickstart.teacher,
     "quickstart-pairs-teacher": quickstart.pairs_teacher,
 }

@@ -1,4 +1,5 @@
-"""The quickstart's models: tokenizers of characters, small Llamas, and how each is trained from fresh weights."""
+"""The quickstart's models: tokenizers of characters, small Llamas and a mixture of experts, and how each is trained
+from fresh weights."""
 
 import random
 import string
@@ -12,6 +13,9 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
@@ -20,6 +24,8 @@ from nemo_rl.data.conversations import Conversation
 from nemo_rl.quickstart.words import QUICKSTART_TRAIN, QUICKSTART_VALIDATION, extract_words
 from nemo_rl.types import Message, Prompt
 
+HEAD_SIZE = 32  # the smallest that vLLM's attention takes on a CPU
+UNNAMED = (("tokenizer", "characters"), ("num_experts", 0))  # values that a recipe's text does not state
 TURN_START, TURN_END, PADDING, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|unknown|>"
 QUESTION_TOKENS = ("Spell", " this", " word", " backward", " (", "example", ": ", " ->", " nus", ")")
 ROLE_TOKENS = ("system", "user", "assistant", "tool")
@@ -56,13 +62,13 @@ class Recipe:
     hidden_size: int = 192
     num_layers: int = 2
     tokenizer: Literal["characters", "pairs"] = "characters"
+    num_experts: int = 0  # of each layer, two of which compute a token; 0: a dense model
 
     @property
     def text(self) -> str:
         """Return a text that differs whenever the recipe or the words give different weights."""
         named = asdict(self)
-        if self.tokenizer == "characters":
-            del named["tokenizer"]
+        named = {name: value for name, value in named.items() if (name, value) not in UNNAMED}
         training = ", ".join(f"{name} {value}" for name, value in named.items())
         words = (section.model_dump_json(exclude_unset=True) for section in (QUICKSTART_TRAIN, QUICKSTART_VALIDATION))
         return "\n".join((training, *words, ""))
@@ -76,6 +82,11 @@ def student(seed: int) -> Recipe:
 def teacher(seed: int) -> Recipe:
     """Return the recipe of a good speller of the same family."""
     return Recipe(seed=seed, right_share=1.0)
+
+
+def experts(seed: int) -> Recipe:
+    """Return the recipe of an imperfect speller that is a mixture of 8 experts."""
+    return Recipe(seed=seed, num_experts=8)
 
 
 def pairs_teacher(seed: int) -> Recipe:
@@ -155,36 +166,39 @@ def _escape_parentheses(piece: str) -> str:
     return "".join("\\" + character if character in "()" else character for character in piece)
 
 
-def make_model(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> LlamaForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> PreTrainedModel:
     """Return a model with fresh float32 weights (0.7M for the student), a function of the recipe's sizes and seed.
 
-    Not a Qwen2: transformers 5.19 gives a directory of that model type the Qwen2 tokenizer, whatever is in it.
+    Not a Qwen: transformers 5.19 gives a directory of such a model type its own tokenizer, whatever is in it.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        return LlamaForCausalLM(_config(tokenizer, recipe)).float()
+        if recipe.num_experts == 0:
+            return LlamaForCausalLM(LlamaConfig(**_sizes(tokenizer, recipe))).float()
+        sizes = _sizes(tokenizer, recipe) | {"intermediate_size": recipe.hidden_size, "head_dim": HEAD_SIZE}
+        return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=recipe.num_experts)).float()
 
 
 def make_classifier(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> LlamaForSequenceClassification:
     """Return the student's body with a head of one label, for a reward model; a function of the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForSequenceClassification(_config(tokenizer, student(seed), num_labels=1)).float()
+        config = LlamaConfig(**_sizes(tokenizer, student(seed)), num_labels=1)
+        return LlamaForSequenceClassification(config).float()
 
 
-def _config(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, **options: int) -> LlamaConfig:
+def _sizes(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> dict[str, Any]:
     vocabulary = tokenizer.get_vocab()
-    return LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=recipe.hidden_size,
-        intermediate_size=2 * recipe.hidden_size,
-        num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.hidden_size // 32,
-        num_key_value_heads=recipe.hidden_size // 64,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=vocabulary[str(tokenizer.eos_token)],
-        pad_token_id=vocabulary[str(tokenizer.pad_token)],
-        **options,  # pyright: ignore[reportArgumentType]
-    )
+    return {
+        "vocab_size": len(vocabulary),
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": 2 * recipe.hidden_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.hidden_size // HEAD_SIZE,
+        "num_key_value_heads": recipe.hidden_size // (2 * HEAD_SIZE),
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": vocabulary[str(tokenizer.eos_token)],
+        "pad_token_id": vocabulary[str(tokenizer.pad_token)],
+    }

@@ -7,6 +7,7 @@ uv run scripts/acceptance/learning.py async         with rollouts in the backgro
 uv run scripts/acceptance/learning.py ranks         the same over two policy ranks and two engines, on Ray
 uv run scripts/acceptance/learning.py megatron      on two stages of Megatron-core
 uv run scripts/acceptance/learning.py lora          adapters alone (lora.yaml)
+uv run scripts/acceptance/learning.py experts       a mixture of experts under replay of routes (moe.yaml)
 uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
 
 `nemo-rl check` reads every run that learns, and must raise no alarm. `--steps N` ends a run early, to see that it runs
@@ -51,6 +52,8 @@ RANKS = ("policy.dtensor_cfg.data_parallel_size=2", "policy.generation.num_repli
 MEGATRON = ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.pipeline_model_parallel_size=2")
 
 LORA = ("--config", "lora.yaml")
+
+EXPERTS = ("--config", "moe.yaml")
 
 
 @dataclass(frozen=True)
@@ -111,14 +114,19 @@ def find_alarms(run_dir: Path) -> tuple[str, ...]:
 
 
 def learning(
-    seeds: tuple[int, ...], name: str = "quickstart", arguments: tuple[str, ...] = (), *, steps: int | None = None
+    seeds: tuple[int, ...],
+    name: str = "quickstart",
+    arguments: tuple[str, ...] = (),
+    *,
+    model: str = "nemo_rl/quickstart",
+    steps: int | None = None,
 ) -> bool:
     passed = True
     if steps is not None:
         arguments = (*arguments, f"grpo.max_num_steps={steps}", f"grpo.val_period={steps}")
     for seed in seeds:
-        model = f"policy.model_name=nemo_rl/quickstart-{seed}"
-        outcome = run(f"{name}, seed {seed}", *arguments, f"grpo.seed={seed}", model)
+        of_seed = f"policy.model_name={model}-{seed}"
+        outcome = run(f"{name}, seed {seed}", *arguments, f"grpo.seed={seed}", of_seed)
         verdict = steps is not None or (
             outcome.sampled[0] < SAMPLED_START_BELOW
             and outcome.sampled[1] >= SAMPLED_END
@@ -160,7 +168,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "what",
         nargs="?",
-        choices=["learning", "agent", "ranks", "async", "megatron", "lora", "controls"],
+        choices=["learning", "agent", "ranks", "async", "megatron", "lora", "experts", "controls"],
         default="learning",
     )
     parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
@@ -181,6 +189,9 @@ if __name__ == "__main__":
         passed = learning(tuple(arguments.seeds), "two stages of Megatron", MEGATRON, steps=arguments.steps)
     elif arguments.what == "lora":
         passed = learning(tuple(arguments.seeds), "LoRA", LORA, steps=arguments.steps)
+    elif arguments.what == "experts":
+        experts = "nemo_rl/quickstart-moe"
+        passed = learning(tuple(arguments.seeds), "experts", EXPERTS, model=experts, steps=arguments.steps)
     elif arguments.what == "async":
         passed = learning(tuple(arguments.seeds), "async", ASYNC, steps=arguments.steps)
     else:
