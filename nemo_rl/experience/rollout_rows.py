@@ -4,12 +4,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 from nemo_rl.data.messages import to_record
 from nemo_rl.token_columns import encode_columns
 from nemo_rl.types import Failure, MessageLog, Timings, TokenizedMessage, Trajectory
 
+MAX_STATE_CHARS = 1000  # per value of the environment's data; a longer one is cut, as text
+MAX_STATE_KEYS = 32  # per mapping of it
 MAX_TRACEBACK_CHARS = 8192  # the end of a failure's traceback
 MAX_COLUMN_BYTES = 16 << 20  # columns of one history, before compression; those of later messages are left out
 TIMING_NAMES = tuple(each.name for each in fields(Timings))
@@ -21,11 +24,12 @@ def rollout_row(
     """Return `trajectory` as a JSON-serializable row.
 
     It holds group_id, prompt_id, dataset, task_name, env (`Prompt.env`), generation_index, stop_reason, reward (None
-    when failed), rewards by name, answer, failure, num_turns, num_tokens, num_generated_tokens, weight_versions,
-    timings and messages, of an agent that has rewritten its history also other_chains, a list of messages each, and
-    chain_rewards if single calls were rewarded: by name, of messages and other_chains in turn; response_faults if there
-    are any. A message that was sampled through an update of the weights holds weight_spans: [version, start, end] of
-    its tokens. With `write_token_ids` each message also holds token_ids and, if sampled, generation_logprobs; with
+    when failed), rewards by name, answer, env_state (the environment's data of the prompt, e.g. the expected answer;
+    bounded), failure, num_turns, num_tokens, num_generated_tokens, weight_versions, timings and messages, of an agent
+    that has rewritten its history also other_chains, a list of messages each, and chain_rewards if single calls were
+    rewarded: by name, of messages and other_chains in turn; response_faults if there are any. A message that was
+    sampled through an update of the weights holds weight_spans: [version, start, end] of its tokens. With
+    `write_token_ids` each message also holds token_ids and, if sampled, generation_logprobs; with
     `write_token_columns` its columns (`encode_columns`), if it has any and MAX_COLUMN_BYTES allows.
     """
     prompt, failure = trajectory.prompt, trajectory.failure
@@ -41,6 +45,7 @@ def rollout_row(
         "reward": None if failure else trajectory.reward,
         "rewards": dict(trajectory.rewards),
         "answer": trajectory.answer,
+        **({"env_state": _bound_state(prompt.env_state)} if prompt.env_state else {}),
         "failure": _failure_to_dict(failure) if failure else None,
         "num_turns": trajectory.num_turns,
         "num_tokens": trajectory.num_tokens,
@@ -52,6 +57,23 @@ def rollout_row(
         **({"chain_rewards": [dict(each) for each in trajectory.chain_rewards]} if trajectory.chain_rewards else {}),
         **({"response_faults": list(trajectory.response_faults)} if trajectory.response_faults else {}),
     }
+
+
+def _bound_state(state: Mapping[str, Any], depth: int = 1) -> dict[str, Any]:
+    """Return the first keys of an environment's data, and of mappings in it; longer values become a beginning."""
+    return {
+        str(key): _bound_state(value, depth - 1) if depth and isinstance(value, Mapping) else _bound_value(value)
+        for key, value in islice(state.items(), MAX_STATE_KEYS)
+    }
+
+
+def _bound_value(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if len(text) > MAX_STATE_CHARS:
+        return text[:MAX_STATE_CHARS] + "…"
+    return value if isinstance(value, str) else json.loads(text)
 
 
 def _timings_to_dict(timings: Timings) -> dict[str, float]:

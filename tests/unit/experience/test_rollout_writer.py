@@ -51,6 +51,26 @@ def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
+def test_data_of_the_environment_is_stored_and_bounded(tmp_path):
+    state = {
+        "answer": 42,
+        "shown": ("a", "b"),
+        "long": "x" * 2000,
+        "row": {"expected_answer": "7", "grid": list(range(1000))},
+        "path": tmp_path,
+    }
+    with RolloutWriter(tmp_path / "train.jsonl") as writer:
+        asyncio.run(writer.write(1, [replace(ROLLOUT, prompt=replace(ROLLOUT.prompt, env_state=state))]))
+    (row,) = lines(writer.path)
+    assert row["env_state"] == {
+        "answer": 42,
+        "shown": ["a", "b"],
+        "long": "x" * 1000 + "…",
+        "row": {"expected_answer": "7", "grid": "[" + ", ".join(map(str, range(1000)))[:999] + "…"},
+        "path": str(tmp_path),
+    }
+
+
 def test_a_rollout_is_a_line(tmp_path):
     with RolloutWriter(tmp_path / "rollouts" / "train.jsonl") as writer:
         asyncio.run(writer.write(7, [ROLLOUT]))
