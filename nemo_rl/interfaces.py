@@ -326,3 +326,12 @@ class Logger(Protocol):
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class HistogramLogger(Logger, Protocol):
+    """A destination of metrics that also draws distributions."""
+
+    def log_histogram(self, name: str, values: Sequence[float], step: int) -> None:
+        """Log the distribution of some finite values ("train/advantages/histogram")."""
+        ...

@@ -10,12 +10,15 @@ from contextlib import AsyncExitStack
 
 from nemo_rl.algorithms.checkpoint_writer import CheckpointWriter, Position, restore
 from nemo_rl.algorithms.interrupt import Interrupted
+from nemo_rl.algorithms.step_histograms import HistogramObserver
 from nemo_rl.algorithms.step_observers import CheckpointObserver, DetailsObserver, StepObserver
 from nemo_rl.algorithms.training_progress import TrainingProgress, checkpoint_metrics
-from nemo_rl.algorithms.training_reports import report_step
+from nemo_rl.algorithms.training_reports import report_step, report_train_samples
 from nemo_rl.algorithms.training_run import TrainingRun
 from nemo_rl.algorithms.validation_observer import ValidationObserver
 from nemo_rl.errors import RolloutError
+from nemo_rl.experience.rollout_dispatch import flatten_groups
+from nemo_rl.interfaces import HistogramLogger
 from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.tracing import span
 from nemo_rl.types import CollectedGroups
@@ -45,7 +48,8 @@ def make_observers(run: TrainingRun, training: TrainingProgress) -> Sequence[Ste
     """Return the observers of a run; a checkpoint comes after the validation that ranks it."""
     details = [] if run.details is None else [DetailsObserver(run, training, run.details)]
     validation = [] if run.validator is None else [ValidationObserver(run, training, run.validator)]
-    return (*details, *validation, CheckpointObserver(run, training))
+    histograms = [HistogramObserver(run.logger, training)] if isinstance(run.logger, HistogramLogger) else []
+    return (*details, *histograms, *validation, CheckpointObserver(run, training))
 
 
 async def _train_all_steps(run: TrainingRun, training: TrainingProgress, observers: Sequence[StepObserver]) -> None:
@@ -97,6 +101,7 @@ async def train_one_step(run: TrainingRun, training: TrainingProgress, observers
             await each.at_step_end()
     with span("report", step=step):
         report_step(run, step, metrics, timer, move_s=run.placement.take_seconds())
+        report_train_samples(run, step, flatten_groups(collected.groups))
 
 
 async def _collect(run: TrainingRun, training: TrainingProgress) -> CollectedGroups | None:

@@ -17,6 +17,7 @@ WAITING_PHASES = {
     "weight_sync": ("weight_sync",),
     "checkpointing": ("checkpointing",),
 }
+NUM_TRAIN_SAMPLES = 16  # rollouts of a table
 SAMPLE_COLUMNS = ("prompt", "response", "reward", "stop_reason")
 
 
@@ -95,6 +96,13 @@ async def report_validation(run: TrainingRun, step: int, validation: ValidationR
     rows = sample_rows(validation.trajectories[: run.config.logger.num_val_samples_to_print])
     run.logger.log_table("validation/samples", SAMPLE_COLUMNS, rows, step)
     run.progress.validation(step, metrics=validation.metrics, columns=SAMPLE_COLUMNS, rows=rows)
+
+
+def report_train_samples(run: TrainingRun, step: int, trajectories: Sequence[Trajectory]) -> None:
+    """Log the first rollouts of a training step as a table, if one is due (`logger.train_samples_period`)."""
+    period = run.config.logger.train_samples_period
+    if period and step % period == 0:
+        run.logger.log_table("train/samples", SAMPLE_COLUMNS, sample_rows(trajectories[:NUM_TRAIN_SAMPLES]), step)
 
 
 def sample_rows(trajectories: Sequence[Trajectory]) -> list[tuple[str, str, str, str]]:

@@ -111,6 +111,7 @@ class WandbConfig(Section):
     name: str | None = None  # the run's name in W&B; None: logger.run_name
     entity: str | None = None  # the W&B user or team; None: that of the key
     tags: list[str] = Field(default_factory=list)  # the run's tags in W&B, after those of logger.tags
+    group: str | None = None  # the group of runs in W&B that this one belongs to
 
 
 class WandbLoggerConfig(WandbConfig, MetricsLoggerConfig):
@@ -145,6 +146,7 @@ class LoggerConfig(Section):
     tensorboard_enabled: bool = False  # event files of TensorBoard in the run directory
     progress: bool = True  # the display in the terminal
     num_val_samples_to_print: int = Field(default=3, ge=0)  # conversations of each validation shown in the log
+    train_samples_period: int = Field(default=0, ge=0)  # steps between two tables of training rollouts; 0: none
     rollout_details: int = Field(default=1, ge=0)  # groups of a step whose tokens rollouts/details.jsonl describes
     wandb: WandbConfig = WandbConfig.with_defaults()
     trace: TraceConfig = TraceConfig()

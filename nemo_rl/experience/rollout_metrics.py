@@ -20,7 +20,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     by_environment: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_environment.setdefault(trajectory.prompt.env, []).append(trajectory)
-    metrics = _compute_metrics(trajectories)
+    metrics = _compute_metrics(trajectories) | baseline_metrics(trajectories)
     for environment, environment_trajectories in sorted(by_environment.items()):
         several = _compute_metrics(environment_trajectories) if len(by_environment) > 1 else {}
         metrics |= {
@@ -28,6 +28,27 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             for name, value in (several | _brief_metrics(environment_trajectories)).items()
         }
     return metrics
+
+
+def baseline_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the percentages of groups whose mean reward is 0, 1, or another: what NeMo-RL calls `baseline_reward`.
+
+    Failed rollouts do not count. Rewards of 0 and 1 alone: groups that are all wrong, all right, and mixed, which are
+    those with a gradient.
+    """
+    rewards: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        if trajectory.failure is None:
+            rewards.setdefault(trajectory.group_id, []).append(trajectory.reward)
+    if not rewards:
+        return {}
+    means = [statistics.fmean(values) for values in rewards.values()]
+    zeros, ones = (100 * means.count(value) / len(means) for value in (0.0, 1.0))
+    return {
+        "baseline_reward/pct_0": zeros,
+        "baseline_reward/pct_1": ones,
+        "baseline_reward/pct_mixed": 100 - zeros - ones,
+    }
 
 
 def response_fault_rates(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -97,11 +97,19 @@ class CompositeLogger:
         """Log a table of one step."""
         self._call_each(lambda each: each.log_table(name, columns, rows, step))
 
+    def log_histogram(self, name: str, values: Sequence[float], step: int) -> None:
+        """Log a distribution to the loggers that draw them; values that are not finite are left out."""
+        from nemo_rl.interfaces import HistogramLogger  # imports torch, which the configuration does not need
+
+        finite = [value for value in values if math.isfinite(value)]
+        if finite:
+            self._call_each(lambda each: isinstance(each, HistogramLogger) and each.log_histogram(name, finite, step))
+
     def close(self) -> None:
         """Close every logger."""
         self._call_each(lambda each: each.close())
 
-    def _call_each(self, call: "Callable[[Logger], None]") -> None:
+    def _call_each(self, call: "Callable[[Logger], object]") -> None:
         for name, each in self._loggers.items():
             try:
                 call(each)
@@ -171,6 +179,13 @@ class TensorboardLogger:
         self._writer.add_text(name, text, step)
         self._writer.flush()
 
+    def log_histogram(self, name: str, values: Sequence[float], step: int) -> None:
+        """Write the distribution."""
+        import numpy as np  # the writer has loaded it
+
+        self._writer.add_histogram(name, np.asarray(values), step)
+        self._writer.flush()
+
     def close(self) -> None:
         """Close the writer."""
         self._writer.close()
@@ -194,6 +209,7 @@ class WandbLogger:
             name=section.name or run_dir.name,
             tags=section.tags,
             notes=section.notes,
+            group=section.group,
             config=dict(config),
             dir=str(run_dir),
             id=_load_run_id(run_dir),
@@ -214,6 +230,10 @@ class WandbLogger:
         """Log a W&B table."""
         table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)
         self._run.log({**_step_metrics([name], step), name: table})
+
+    def log_histogram(self, name: str, values: Sequence[float], step: int) -> None:
+        """Log a W&B histogram."""
+        self._run.log({**_step_metrics([name], step), name: self._wandb.Histogram(list(values))})
 
     def close(self) -> None:
         """Finish the run."""

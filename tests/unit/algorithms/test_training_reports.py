@@ -108,6 +108,16 @@ def test_a_sample_row_of_a_failed_rollout_shows_the_cause() -> None:
     assert (reward, stop_reason) == ("failed: EngineDead: replica 0", "failed")
 
 
+@pytest.mark.parametrize(("period", "steps"), [(0, []), (2, [2]), (1, [1, 2, 3])])
+def test_training_rollouts_are_a_table_each_period(tmp_path: Path, period: int, steps: list[int]) -> None:
+    config = make_config(grpo={"max_num_steps": 3, "val_period": 0}, logger={"train_samples_period": period})
+    rig = make_rig(tmp_path, config)
+    asyncio.run(train(rig.run))
+    tables = [table for table in rig.logger.tables if table[0] == "train/samples"]
+    assert [(columns, step) for _, columns, _, step in tables] == [(SAMPLE_COLUMNS, step) for step in steps]
+    assert all(rows for _, _, rows, _ in tables)
+
+
 @pytest.mark.parametrize("num_shown", [0, 2])
 def test_a_validation_writes_all_of_its_rollouts_and_shows_the_first(tmp_path: Path, num_shown: int) -> None:
     config = make_config(grpo={"max_num_steps": 1, "val_period": 1}, logger={"num_val_samples_to_print": num_shown})

@@ -39,6 +39,9 @@ def test_metrics_of_one_environment():
     )
     assert metrics == {
         "num_rollouts": 4,
+        "baseline_reward/pct_0": 0,
+        "baseline_reward/pct_1": 0,
+        "baseline_reward/pct_mixed": 100,
         "failures/infra": 1,
         "failures/environment": 0,
         "failures/agent": 0,
@@ -61,6 +64,18 @@ def test_metrics_of_one_environment():
         "env/game/truncation_rate": 0.25,
         "env/game/num_failed": 1,
     }
+
+
+def test_groups_are_counted_by_their_mean_reward_without_failed_rollouts():
+    def group(name, *rewards):
+        given = [rollout([sampled(1)], StopReason.DONE, {"r": reward}) for reward in rewards]
+        lost = rollout([], StopReason.FAILED, failure=Failure(FailureClass.INFRA, "x"))
+        return [replace(each, group_id=name) for each in (*given, lost)]
+
+    groups = (group("a", 0.0, 0.0), group("b", 1.0, 1.0), group("c", 1.0, 0.0), group("d", 0.0), group("e"))
+    metrics = rollout_metrics([each for each_group in groups for each in each_group])
+    found = {name: value for name, value in metrics.items() if name.startswith("baseline_reward/")}
+    assert found == {"baseline_reward/pct_0": 50, "baseline_reward/pct_1": 25, "baseline_reward/pct_mixed": 25}
 
 
 def test_named_rewards_are_shown_apart():

@@ -63,6 +63,29 @@ def test_a_failing_logger_is_named_once_and_stops_nobody(caplog: pytest.LogCaptu
     assert "disk full" in record.getMessage()
 
 
+def test_distributions_go_to_the_loggers_that_draw_them_without_what_is_not_finite() -> None:
+    class Drawing(Recorder):
+        def log_histogram(self, name: str, values: Sequence[float], step: int) -> None:
+            self._record(f"histogram {name} {list(values)} {step}")
+
+    plain, drawing = Recorder(), Drawing()
+    composite = CompositeLogger({"jsonl": plain, "wandb": drawing})
+    composite.log_histogram("train/reward/histogram", [0.5, math.nan, 1.0, math.inf], 3)
+    composite.log_histogram("train/reward/histogram", [math.nan], 4)
+    assert drawing.calls == ["histogram train/reward/histogram [0.5, 1.0] 3"]
+    assert plain.calls == []
+
+
+def test_tensorboard_has_the_distribution(tmp_path: Path) -> None:
+    written = TensorboardLogger(tmp_path, {})
+    written.log_histogram("train/reward/histogram", [0.0, 0.0, 1.0], 2)
+    written.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (found,) = events.Histograms("train/reward/histogram")
+    assert (found.step, found.histogram_value.num, found.histogram_value.sum) == (2, 3, 1.0)
+
+
 def test_metrics_that_a_full_disk_does_not_take_are_counted_and_leave_no_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,15 +274,18 @@ def test_without_a_key_the_run_is_written_offline(
     no_key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "250")  # a busy machine starts W&B's process slowly
-    logger = WandbLogger(WandbLoggerConfig(project="words", tags=["test"]), tmp_path, {"grpo": {"seed": 42}})
+    logger = WandbLogger(
+        WandbLoggerConfig(project="words", tags=["test"], group="pairs"), tmp_path, {"grpo": {"seed": 42}}
+    )
     logger.log_metrics({"train/loss": 0.5, "timing/train/generation": 0.1}, 3)
     logger.log_metrics({"validation/accuracy": 0.25, "timing/validation/total_validation_time": 2.0}, 3)
     logger.log_table("validation/samples", ("prompt", "reward"), [("a", 1.0), ("b", "failed: x")], 3)
+    logger.log_histogram("train/reward/histogram", [0.0, 0.0, 1.0], 3)
     logger.close()
 
     records = inspect(tmp_path / "wandb")
     [run] = [r["run"] for r in records if r["type"] == "run"]
-    assert (run["project"], run["display_name"]) == ("words", tmp_path.name)
+    assert (run["project"], run["display_name"], run["run_group"]) == ("words", tmp_path.name, "pairs")
     assert run["run_id"] == (tmp_path / "wandb_run_id").read_text()
     assert run["config"]["update"]["grpo"] == {"seed": 42}
     steps = {r["metric"]["glob_name"]: r["metric"]["step_metric"] for r in records if r["type"] == "metric"}
@@ -271,6 +297,9 @@ def test_without_a_key_the_run_is_written_offline(
         {"validation/step": 3, "validation/accuracy": 0.25, "timing/validation/total_validation_time": 2.0},
     ]
     assert history[2]["validation/step"] == 3
+    name = "train/reward/histogram"
+    assert (history[3]["train/step"], history[3][f"{name}._type"]) == (3, "histogram")
+    assert sum(history[3][f"{name}.values"]) == 3
     [table] = tmp_path.rglob("*.table.json")
     assert json.loads(table.read_text())["data"] == [["a", 1.0], ["b", "failed: x"]]
 
