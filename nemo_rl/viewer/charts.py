@@ -1,17 +1,25 @@
-"""Charts as SVG, made by the server: lines over steps and stacked phases, without any script or inline style.
+"""Charts as SVG, made by the server: lines over steps, stacked shares and phases, heat maps, sparklines.
 
-Colours are classes of the stylesheet, so that dark mode and a strict Content-Security-Policy hold for charts too.
+They need no script and no inline style: colours are classes of the stylesheet, so that dark mode and a strict
+Content-Security-Policy hold for charts too. `data-points` tells the page's script the values under the pointer.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 from markupsafe import Markup, escape
 
-WIDTH, HEIGHT = 460, 200
+SMALL, LARGE = (460, 200), (1000, 420)  # width and height of a chart
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 26
 MAX_POINTS = 400  # points per line; longer lines are thinned
+MAX_DOTS = 60  # points per line up to which each has a dot
+MAX_COLUMNS = 60  # steps per row of a heat map; more are joined
+NUM_SHADES = 9  # classes h1 to h9 of a heat map
+MIN_LOG = 1e-12  # lowest value on a logarithmic axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +28,19 @@ class ChartLine:
 
     label: str
     values: Mapping[int, float]  # by step
+    colour: int | None = None  # class c0 to c7; None: by the line's place among all lines
+
+
+@dataclass(frozen=True, slots=True)
+class ChartView:
+    """How lines are drawn."""
+
+    smoothing: float = 0.0  # weight of the past in an exponential moving average, below 1; 0: none
+    is_log: bool = False  # logarithmic values; those of 0 and below are left out
+    first: int | None = None  # first and last step shown; None: all
+    last: int | None = None
+    size: tuple[int, int] = SMALL
+    full_size: str | None = None  # address of the chart in full size
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +48,17 @@ class Frame:
     """The ranges of both axes, and the mapping to the picture."""
 
     x: tuple[float, float]
-    y: tuple[float, float]
+    y: tuple[float, float]  # logarithms if `is_log`
+    size: tuple[int, int] = SMALL
+    is_log: bool = False
 
     def at(self, step: float, value: float) -> tuple[float, float]:
         """Return the position of a value."""
+        width, height = self.size
+        value = math.log10(max(value, MIN_LOG)) if self.is_log else value
         across = (step - self.x[0]) / (self.x[1] - self.x[0] or 1)
         up = (value - self.y[0]) / (self.y[1] - self.y[0] or 1)
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+        return LEFT + across * (width - LEFT - RIGHT), height - BOTTOM - up * (height - TOP - BOTTOM)
 
 
 def line_chart(
@@ -42,30 +67,35 @@ def line_chart(
     *,
     alarm: float | None = None,
     link: Callable[[int], str | None] = lambda step: None,
+    view: ChartView = ChartView(),
 ) -> Markup:
     """Return a chart of lines over steps; "" if no line has a value. `alarm` is a marked level.
 
-    A point is a link if `link` returns an address for its step.
+    A point is a link if `link` returns an address for its step. Smoothed lines lie over what they are the mean of.
     """
-    finite = [
-        ChartLine(line.label, {s: v for s, v in sorted(line.values.items()) if math.isfinite(v)}) for line in lines
-    ]
-    finite = [line for line in finite if line.values]
-    if not finite:
+    shown = [line for line in (_select(line, view) for line in _coloured(lines)) if line.values]
+    if not shown:
         return Markup("")
-    values = [v for line in finite for v in line.values.values()] + ([alarm] if alarm is not None else [])
-    steps = [s for line in finite for s in line.values]
-    frame = Frame((min(steps), max(steps)), _pad(min(values), max(values)))
-    parts = [_axes(frame), *(_polyline(line, number, frame, link) for number, line in enumerate(finite))]
+    curves = [replace(line, values=smooth(line.values, view.smoothing)) for line in shown]
+    values = [v for line in shown for v in line.values.values()] + ([alarm] if alarm is not None else [])
+    steps = [s for line in shown for s in line.values]
+    low, high = min(values), max(values)
+    y = (math.log10(low) - 0.02, math.log10(high) + 0.02) if view.is_log else _pad(low, high)
+    frame = Frame((min(steps), max(steps)), y, view.size, view.is_log)
+    parts = [_axes(frame)]
+    if view.smoothing:
+        parts += [_polyline(line, frame, "line faint") for line in shown]
+    for line in curves:
+        parts += [_polyline(line, frame, "line"), *_dots(line, frame, link)]
     if alarm is not None:
-        (x0, y), (x1, _) = frame.at(frame.x[0], alarm), frame.at(frame.x[1], alarm)
-        parts.append(f'<line class="alarm" x1="{x0:.1f}" x2="{x1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-    return _figure(title, parts, [line.label for line in finite], _describe(finite))
+        (x0, y0), (x1, _) = frame.at(frame.x[0], alarm), frame.at(frame.x[1], alarm)
+        parts.append(f'<line class="alarm" x1="{x0:.1f}" x2="{x1:.1f}" y1="{y0:.1f}" y2="{y0:.1f}"/>')
+    return _figure(_Figure(title, frame, parts, curves), view.full_size)
 
 
-def stacked_chart(title: str, lines: Sequence[ChartLine]) -> Markup:
-    """Return a chart in which the lines lie on top of each other: seconds of a step by phase."""
-    lines = [line for line in lines if any(value > 0 for value in line.values.values())]
+def stacked_chart(title: str, lines: Sequence[ChartLine], *, view: ChartView = ChartView()) -> Markup:
+    """Return a chart in which the lines lie on top of each other: seconds by phase, shares of a whole."""
+    lines = [line for line in _coloured(lines) if any(value > 0 for value in line.values.values())]
     steps = sorted({step for line in lines for step in line.values})
     if len(steps) < 2:
         return Markup("")
@@ -74,34 +104,103 @@ def stacked_chart(title: str, lines: Sequence[ChartLine]) -> Markup:
     layers = []
     for line in lines:
         above = [b + max(0.0, line.values.get(s, 0.0)) for b, s in zip(below, steps, strict=True)]
-        layers.append((below, above))
+        layers.append((line.colour, below, above))
         below = above
-    frame = Frame((steps[0], steps[-1]), (0.0, max(below) or 1.0))
+    frame = Frame((steps[0], steps[-1]), (0.0, max(below) or 1.0), view.size)
     parts = [_axes(frame)]
-    for number, (low, high) in enumerate(layers):
+    for colour, low, high in layers:
         outline = [frame.at(s, v) for s, v in zip(steps, high, strict=True)]
         outline += [frame.at(s, v) for s, v in zip(reversed(steps), reversed(low), strict=True)]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
-        parts.append(f'<polygon class="fill c{number % 8}" points="{points}"/>')
-    return _figure(title, parts, [line.label for line in lines], _describe(lines))
+        parts.append(f'<polygon class="fill c{colour}" points="{points}"/>')
+    return _figure(_Figure(title, frame, parts, lines), view.full_size)
+
+
+def heat_map(title: str, steps: Any, values: Any, *, num_rows: int = 16, view: ChartView = ChartView()) -> Markup:
+    """Return the distribution of values [N] over steps [N]: darker where more of a step's values lie.
+
+    Values that are not finite are left out; "" with fewer than two steps or with equal values.
+    """
+    known = np.isfinite(values) & (steps >= 0)
+    steps, values = steps[known], values[known]
+    if not len(values) or steps.min() == steps.max() or values.min() == values.max():
+        return Markup("")
+    first, last = int(steps.min()), int(steps.max())
+    columns = min(MAX_COLUMNS, last - first + 1)
+    span = (float(first), float(last + 1)), (float(values.min()), float(values.max()))
+    counts, x_edges, y_edges = np.histogram2d(steps, values, bins=(columns, num_rows), range=span)  # [columns, rows]
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    frame = Frame(span[0], span[1], view.size)
+    parts = [_axes(frame)]
+    for column, row in zip(*np.nonzero(shares), strict=True):
+        (x0, y0), (x1, y1) = (
+            frame.at(x_edges[column], y_edges[row]),
+            frame.at(x_edges[column + 1], y_edges[row + 1]),
+        )
+        shade = max(1, math.ceil(NUM_SHADES * math.sqrt(shares[column, row])))
+        text = (
+            f"step {math.ceil(x_edges[column])}, {format_number(y_edges[row])} to {format_number(y_edges[row + 1])}: "
+        )
+        parts.append(
+            f'<rect class="h{shade}" x="{x0:.1f}" y="{y1:.1f}" width="{x1 - x0 + 0.2:.1f}"'
+            f' height="{y0 - y1 + 0.2:.1f}">'
+            f"<title>{escape(text)}{shares[column, row]:.0%}</title></rect>"
+        )
+    means = {
+        math.ceil(x_edges[column]): float((counts[column] * (y_edges[:-1] + y_edges[1:]) / 2).sum() / total)
+        for column, total in enumerate(counts.sum(axis=1))
+        if total
+    }
+    return _figure(_Figure(title, frame, parts, [ChartLine("mean", means)]), view.full_size)
+
+
+def sparkline(values: Mapping[int, float]) -> Markup:
+    """Return a small curve without axes; "" with fewer than two values."""
+    finite = [value for _, value in sorted(values.items()) if math.isfinite(value)]
+    if len(finite) < 2:
+        return Markup("")
+    finite = [finite[i] for i in np.linspace(0, len(finite) - 1, min(len(finite), 60)).astype(int)]
+    low, high = min(finite), max(finite)
+    points = " ".join(
+        f"{100 * i / (len(finite) - 1):.1f},{22 - 20 * (value - low) / (high - low or 1):.1f}"
+        for i, value in enumerate(finite)
+    )
+    text = f"from {format_number(finite[0])} to {format_number(finite[-1])}"
+    return Markup(
+        f'<svg class="spark" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" aria-label="{text}">'
+        f'<polyline class="line c0" points="{points}"/></svg>'
+    )
 
 
 def histogram(title: str, counts: Sequence[tuple[str, int]]) -> Markup:
     """Return bars of counts, each with its label."""
     if not any(count for _, count in counts):
         return Markup("")
-    most, width = max(count for _, count in counts), (WIDTH - LEFT - RIGHT) / len(counts)
+    frame = Frame((0, len(counts)), (0, max(count for _, count in counts)))
     parts = []
     for number, (label, count) in enumerate(counts):
-        height = (HEIGHT - TOP - BOTTOM) * count / most
-        x, y = LEFT + number * width, HEIGHT - BOTTOM - height
+        (x, y), (end, zero) = frame.at(number, count), frame.at(number + 1, 0)
         parts.append(
-            f'<rect class="fill c0" x="{x + 1:.1f}" y="{y:.1f}" width="{max(1, width - 2):.1f}" height="{height:.1f}">'
-            f"<title>{escape(label)}: {count}</title></rect>"
-            f'<text class="tick" x="{x + width / 2:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(label)}</text>'
+            f'<rect class="fill c0" x="{x + 1:.1f}" y="{y:.1f}" width="{max(1, end - x - 2):.1f}"'
+            f' height="{zero - y:.1f}"><title>{escape(label)}: {count}</title></rect>'
+            f'<text class="tick" x="{(x + end) / 2:.1f}" y="{zero + 18:.1f}" text-anchor="middle">'
+            f"{escape(label)}</text>"
         )
-    parts.append(f'<text class="tick" x="{LEFT - 6}" y="{TOP + 8}" text-anchor="end">{most}</text>')
-    return _figure(title, parts, [], ", ".join(f"{label}: {count}" for label, count in counts))
+    parts.append(f'<text class="tick" x="{LEFT - 6}" y="{TOP + 8}" text-anchor="end">{frame.y[1]:g}</text>')
+    return _svg(title, frame, parts, ", ".join(f"{label}: {count}" for label, count in counts))
+
+
+def smooth(values: Mapping[int, float], weight: float) -> dict[int, float]:
+    """Return the exponential moving average over the steps, without the bias towards 0 of its beginning.
+
+    Example: 1, 2 with weight 0.5 become 1 and (0.5 * 0.5 * 1 + 0.5 * 2) / 0.75 = 1.6667.
+    """
+    result: dict[int, float] = {}
+    mean = total = 0.0
+    for step, value in values.items():
+        mean, total = weight * mean + (1 - weight) * value, weight * total + (1 - weight)
+        result[step] = mean / total
+    return result
 
 
 def format_number(value: float) -> str:
@@ -116,50 +215,119 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def _figure(title: str, parts: Sequence[str], labels: Sequence[str], description: str) -> Markup:
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """The parts of a chart whose lines have names."""
+
+    title: str
+    frame: Frame
+    parts: Sequence[str]
+    lines: Sequence[ChartLine]
+
+
+def _figure(figure: _Figure, full_size: str | None = None) -> Markup:
     legend = "".join(
-        f'<li><svg class="key" viewBox="0 0 10 10" aria-hidden="true"><rect class="fill c{number % 8}" width="10" '
-        f'height="10"/></svg>{escape(label)}</li>'
-        for number, label in enumerate(labels)
+        f'<li><svg class="key" viewBox="0 0 10 10" aria-hidden="true"><rect class="fill c{line.colour}" width="10" '
+        f'height="10"/></svg>{escape(line.label)}</li>'
+        for line in figure.lines
     )
+    foot = f"<ul class=legend>{legend}</ul>" if len(figure.lines) > 1 else ""
+    points = json.dumps(_points(figure), ensure_ascii=False)
+    return _svg(
+        figure.title, figure.frame, figure.parts, _describe(figure.lines), points=points, foot=foot, full_size=full_size
+    )
+
+
+def _svg(
+    title: str,
+    frame: Frame,
+    parts: Sequence[str],
+    description: str,
+    *,
+    points: str = "",
+    foot: str = "",
+    full_size: str | None = None,
+) -> Markup:
+    width, height = frame.size
+    data = f' data-points="{escape(points)}" data-steps="{frame.x[0]:g} {frame.x[1]:g}"' if points else ""
+    heading = f'<a class="full" href="{escape(full_size)}">{escape(title)}</a>' if full_size else escape(title)
     return Markup(
-        f'<figure class="chart"><figcaption>{escape(title)}</figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="group" aria-label="{escape(title)}: {escape(description)}">'
-        f"{''.join(parts)}</svg>{f'<ul class=legend>{legend}</ul>' if len(labels) > 1 else ''}</figure>"
+        f'<figure class="chart"><figcaption>{heading}<output></output></figcaption>'
+        f'<svg viewBox="0 0 {width} {height}" role="group" aria-label="{escape(title)}: {escape(description)}"{data}>'
+        f"{''.join(parts)}</svg>{foot}</figure>"
     )
+
+
+def _points(figure: _Figure) -> list[tuple[float, str]]:
+    """Return the position of each step, and the values that its lines have there, as text."""
+    steps = sorted({step for line in figure.lines for step in line.values})
+    named = len(figure.lines) > 1
+    return [
+        (
+            round(figure.frame.at(step, 1)[0], 1),
+            f"step {step:,}: "
+            + ", ".join(
+                f"{line.label} {format_number(line.values[step])}" if named else format_number(line.values[step])
+                for line in figure.lines
+                if step in line.values
+            ),
+        )
+        for step in (steps[i] for i in _thin(len(steps)))
+    ]
+
+
+def _select(line: ChartLine, view: ChartView) -> ChartLine:
+    """Return the values that can be drawn, in the order of the steps."""
+    first, last = -math.inf if view.first is None else view.first, math.inf if view.last is None else view.last
+    values = {
+        step: value
+        for step, value in sorted(line.values.items())
+        if first <= step <= last and math.isfinite(value) and (value > 0 or not view.is_log)
+    }
+    return replace(line, values=values)
+
+
+def _coloured(lines: Sequence[ChartLine]) -> list[ChartLine]:
+    return [
+        replace(line, colour=number % 8 if line.colour is None else line.colour) for number, line in enumerate(lines)
+    ]
 
 
 def _axes(frame: Frame) -> str:
+    width, height = frame.size
+    values = _log_ticks(*frame.y) if frame.is_log else _ticks(*frame.y)
     parts = []
-    for value in _ticks(*frame.y):
+    for value in values:
         x, y = frame.at(frame.x[0], value)
         parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text class="tick" x="{x - 6:.1f}" y="{y + 3.5:.1f}" text-anchor="end">{format_number(value)}</text>'
         )
     for step in sorted({int(step) for step in _ticks(*frame.x) if step == int(step)}):
-        x, _ = frame.at(step, frame.y[0])
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{step:,}</text>')
+        x, _ = frame.at(step, 1)
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{height - 8}" text-anchor="middle">{step:,}</text>')
     return "".join(parts)
 
 
-def _polyline(line: ChartLine, number: int, frame: Frame, link: Callable[[int], str | None]) -> str:
+def _polyline(line: ChartLine, frame: Frame, kind: str) -> str:
     steps = list(line.values)
-    steps = [steps[i] for i in _thin(len(steps))]
-    places = {step: frame.at(step, line.values[step]) for step in steps}
-    colour = f"c{number % 8}"
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places.values())
-    parts = [f'<polyline class="line {colour}" points="{points}"/>']
-    for step, (x, y) in places.items():
-        text = f"{line.label}, step {step}: {format_number(line.values[step])}"
-        dot = (
-            f'<circle class="dot fill {colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(text)}</title></circle>'
-        )
+    places = [frame.at(steps[i], line.values[steps[i]]) for i in _thin(len(steps))]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return f'<polyline class="{kind} c{line.colour}" points="{points}"/>'
+
+
+def _dots(line: ChartLine, frame: Frame, link: Callable[[int], str | None]) -> list[str]:
+    """Return the points of a line, as links if they lead somewhere; without links only those of short lines."""
+    steps, parts = list(line.values), []
+    for step in (steps[i] for i in _thin(len(steps))):
         address = link(step)
-        parts.append(
-            f'<a href="{escape(address)}" tabindex="-1" aria-label="{escape(text)}">{dot}</a>' if address else dot
-        )
-    return "".join(parts)
+        if address is None and len(steps) > MAX_DOTS:
+            continue
+        (x, y), text = frame.at(step, line.values[step]), f"{line.label}, step {step}"
+        text = escape(f"{text}: {format_number(line.values[step])}")
+        dot = f'<circle class="dot fill c{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{text}</title></circle>'
+        parts.append(f'<a href="{escape(address)}" tabindex="-1" aria-label="{text}">{dot}</a>' if address else dot)
+    return parts
 
 
 def _thin(count: int) -> list[int]:
@@ -177,6 +345,16 @@ def _ticks(low: float, high: float) -> list[float]:
     apart = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude * 4.5 >= high - low)
     first = math.ceil(low / apart - 1e-9)
     return [round(number * apart, 12) for number in range(first, first + 12) if number * apart <= high + apart * 1e-9]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers in a range of logarithms: powers of ten, with 2 and 5 if there are few."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    apart = max(1, len(powers) // 6)
+    factors = (1, 2, 5) if len(powers) <= 3 else (1,)
+    ticks = [factor * 10.0**power for power in powers[::apart] for factor in factors]
+    shown = [tick for tick in ticks if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
+    return shown if len(shown) > 1 else _ticks(10**low, 10**high)
 
 
 def _pad(low: float, high: float) -> tuple[float, float]:

@@ -104,8 +104,9 @@ class Evidence:
     def sample(self) -> "AnswerSample":
         """Return rollouts of the last steps that did not fail."""
         rollouts = self.source.split("train")
-        keys, _ = rollouts.keys(Query(failure="none"), limit=1 << 30)
-        read = [(key, row) for key in keys[-SAMPLE_ROLLOUTS:] if (row := try_read(rollouts, key)) is not None]
+        chosen = rollouts.select(Query(failure="none"))
+        keys = [(file, row) for file, rows in chosen for row in rows[-SAMPLE_ROLLOUTS:].tolist()][-SAMPLE_ROLLOUTS:]
+        read = [(key, row) for key in keys if (row := try_read(rollouts, key)) is not None]
         return AnswerSample(tuple(key for key, _ in read), tuple(row for _, row in read))
 
 

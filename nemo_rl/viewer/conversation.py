@@ -14,9 +14,14 @@ MAX_SHOWN_CHARS = 20_000  # longest part of a message on a page; a link shows th
 TEXT_PAGE_CHARS = 100_000
 SNIPPET_CHARS = 400
 TOKENS_PER_PAGE = 2000
+SHORT_CHARS = 600  # a message up to this length is unfolded whoever says it
+TARGET_KEYS = ("answer", "ground_truth", "expected_answer", "target", "expected", "solution", "label", "output")
 COLOURS = ("policy", "engine", "difference", "advantage", "mask")
 
+SCALES = {"difference": 0.02, "advantage": 0.5}  # width of a shade
+
 Chain: TypeAlias = list[Mapping[str, Any]]
+_SPECIAL = re.compile(r"<[|/]?[\w|:-]+[|]?>|\[[A-Z_]+\]")  # as <|im_end|>, </s>, [PAD]
 _THINKING = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 # C0 except tab and newline, C1, and what reorders or hides text.
 _HIDDEN = re.compile(
@@ -102,10 +107,12 @@ def turns_of(chain: Chain) -> list[dict[str, Any]]:
                 "label": show(role)[:40],
                 "parts": [part for part in parts if part["text"]],
                 "length": len(text),
+                "searched": "".join(part["text"] for part in parts).lower(),
                 "is_cut": any(part["hidden"] for part in parts),
                 "calls": [_call(call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else [],
                 "call_id": show(str(message["tool_call_id"])) if message.get("tool_call_id") else "",
-                "is_folded": role in ("tool", "system") or (role == "user" and number > 1),
+                "is_folded": len(text) > SHORT_CHARS
+                and (role in ("tool", "system") or (role == "user" and number > 1)),
                 "versions": [
                     str(span[0]) for span in message.get("weight_spans") or [] if isinstance(span, list) and span
                 ],
@@ -152,6 +159,31 @@ def final_text(row: Mapping[str, Any], *, limit: int = 1500) -> str:
     return ("…" if len(text) > limit else "") + show(text[-limit:])
 
 
+def split_answer(text: str) -> tuple[str, str]:
+    """Return the thinking in a text, and the rest."""
+    parts = _split_thinking(text)
+    return tuple("\n".join(part for kind, part in parts if kind == wanted and part) for wanted in ("thinking", "text"))
+
+
+def answer_text(row: Mapping[str, Any], *, limit: int) -> str:
+    """Return the beginning of all that the assistant says, messages apart by a line."""
+    answers = [message_text(m) for m in chains_of(row)[0] if m.get("role") == "assistant"]
+    text = "\n".join(answers)
+    return show(text[:limit]) + ("…" if len(text) > limit else "")
+
+
+def target_of(row: Mapping[str, Any], *, limit: int = SNIPPET_CHARS) -> str:
+    """Return the expected answer among the environment's data of a row; "" if there is none of a usual name."""
+    state = row.get("env_state")
+    for values in (state, *(state.values() if isinstance(state, dict) else ())):  # NeMo Gym's row is one level below
+        if isinstance(values, dict):
+            for name in TARGET_KEYS:
+                if values.get(name) not in (None, ""):
+                    text = to_text(values[name])
+                    return show(text[:limit]) + ("…" if len(text) > limit else "")
+    return ""
+
+
 def histories(chains: Sequence[Chain]) -> list[dict[str, Any]]:
     """Return the tree of an agent's histories: of each the earlier one with which it shares most messages.
 
@@ -192,7 +224,8 @@ def colour_tokens(details: Mapping[str, Any], colour: str, *, start: int = 0) ->
     advantages, constant = details.get("advantages") or [], details.get("advantage")
     sampled, tokens = mask[:start].count("1"), []
     for text, bit in zip(texts[start : start + TOKENS_PER_PAGE], mask[start:], strict=False):
-        token: dict[str, Any] = {"text": show(str(text)) or "␃", "kind": "context", "title": "not sampled"}
+        token: dict[str, Any] = {"text": _show_token(str(text)), "kind": "context", "title": "not sampled"}
+        token["is_special"] = bool(_SPECIAL.fullmatch(str(text)))
         if bit == "1":
             values = {name: _at(column, sampled) for name, column in columns.items()}
             values["advantage"] = _at(advantages, sampled) if advantages else constant
@@ -211,11 +244,29 @@ def _at(values: Sequence[Any], index: int) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
+def _show_token(text: str) -> str:
+    """Return the text of a token; line breaks and tabs have a mark before them, an empty token is a mark."""
+    return show(text).replace("\n", "↵\n").replace("\t", "⇥\t") or "␃"
+
+
+def colour_scale(colour: str) -> list[tuple[str, str]]:
+    """Return the classes that `colour_tokens` gives for a colour, each with the values that it stands for."""
+    if colour in ("policy", "engine"):
+        levels = [("t0", "above -0.5"), *((f"t{n}", f"{-n / 2:g} to {-n / 2 - 1:g}") for n in (1, 3, 5, 7))]
+        return [*levels, ("t9", "below -4.5"), ("unknown", "unknown")]
+    if colour == "mask":
+        return [("sampled", "sampled: trained on"), ("context", "given")]
+    unit = SCALES[colour]
+    negative = [(f"n{n}", f"{-n * unit:g} to {-(n - 1) * unit:g}") for n in (3, 2, 1)]
+    positive = [(f"p{n}", f"{(n - 1) * unit:g} to {n * unit:g}") for n in (1, 2, 3)]
+    ends = [("n4", f"below {-3 * unit:g}")], [("p4", f"above {3 * unit:g}")]
+    return [*ends[0], *negative, ("t0", "0"), *positive, *ends[1], ("unknown", "unknown")]
+
+
 def _shade(colour: str, value: float | None) -> str:
     if value is None:
         return "unknown"
     if colour in ("policy", "engine"):
         return f"t{min(9, int(-value * 2))}" if value <= 0 else "t0"
-    scale = 0.02 if colour == "difference" else 0.5
-    level = min(4, int(abs(value) / scale + 0.999)) if value else 0
+    level = min(4, int(abs(value) / SCALES[colour] + 0.999)) if value else 0
     return f"{'p' if value > 0 else 'n'}{level}" if level else "t0"

@@ -14,7 +14,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from nemo_rl.errors import ConfigError, DataError, describe_error
-from nemo_rl.viewer import step_pages
+from nemo_rl.viewer import group_pages
 from nemo_rl.viewer.page import Page
 from nemo_rl.viewer.site import STATIC, Renderer, encode, find_page, kind_of
 from nemo_rl.viewer.viewer_sources import ViewerSources
@@ -22,8 +22,22 @@ from nemo_rl.viewer.viewer_sources import ViewerSources
 logger = logging.getLogger(__name__)
 
 MAX_PAGES = 3000
-SHARES = {"group": 0.3, "rollout": 0.3, "rollouts": 0.1, "text": 0.1}  # largest share of pages per kind
-PER_PAGE = {"group": 12, "rollout": 8, "rollouts": 4, "text": 4}  # new pages of a kind that one page may lead to
+SHARES = {
+    "group": 0.3,
+    "rollout": 0.3,
+    "rollouts": 0.1,
+    "text": 0.1,
+    "charts": 0.1,
+    "difference": 0.1,
+}  # largest share of pages per kind
+PER_PAGE = {
+    "group": 12,
+    "rollout": 8,
+    "rollouts": 4,
+    "text": 4,
+    "charts": 16,
+    "difference": 4,
+}  # new pages of a kind that one page may lead to
 POLICY = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; "
 MARKER = ".nemo-rl-export"  # only a directory with it is replaced
 
@@ -92,7 +106,7 @@ def export_site(sources: ViewerSources, directory: Path, *, max_pages: int = MAX
 def export_group(sources: ViewerSources, source_id: str, group: str, step: int | None, path: Path) -> None:
     """Write one group as one file that needs no other. Raises DataError for a group that is not there."""
     values = {"group": group, "step": "" if step is None else str(step)}
-    page = step_pages.group_page(sources.get(source_id), "train", values)
+    page = group_pages.group_page(sources.get(source_id), "train", values)
     style = (STATIC / "app.css").read_text()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"{POLICY}style-src 'sha256-{digest}'"

@@ -1,6 +1,6 @@
-"""The pages of all runs, of one run and of one collection."""
+"""The pages of one run and of one collection."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,15 @@ from nemo_rl.collect.profile import compute_score
 from nemo_rl.collect.table import count_failed_as_wrong
 from nemo_rl.collect.task_metrics import default_ks, pass_at_k_of_tasks
 from nemo_rl.viewer import charts
-from nemo_rl.viewer.charts import ChartLine
-from nemo_rl.viewer.index import Query
-from nemo_rl.viewer.page import ALARM_MULT_PROB_ERROR, PAGE_ROWS, Page, finite_mean, histogram_buckets, whole_number
+from nemo_rl.viewer.chart_pages import Drawing, Resolve, chart_address
+from nemo_rl.viewer.charts import ChartLine, ChartView
+from nemo_rl.viewer.check import check
+from nemo_rl.viewer.distributions import distribution_charts
+from nemo_rl.viewer.page import ALARM_MULT_PROB_ERROR, PAGE_ROWS, Page, histogram_buckets, whole_number
 from nemo_rl.viewer.rollout_set import RolloutSet
-from nemo_rl.viewer.viewer_sources import ViewerSource, ViewerSources
+from nemo_rl.viewer.run_summary import summarize
+from nemo_rl.viewer.viewer_sources import ViewerSource
 
-MAX_STEPS = 400  # rows in the table of a run
 MAX_K = 64  # highest k of pass@k
 CURVES: tuple[tuple[str, Mapping[str, str], float | None], ...] = (
     (
@@ -38,28 +40,16 @@ CURVES: tuple[tuple[str, Mapping[str, str], float | None], ...] = (
     ("Age of the rollouts (steps)", {"mean": "train/avg_trajectory_age", "highest": "train/max_trajectory_age"}, None),
     ("KL from the reference", {"KL": "train/kl_penalty"}, None),
 )
+STEP_COLUMNS = {
+    "reward": "train/reward",
+    "accuracy": "validation/accuracy",
+    "tokens": "train/mean_gen_tokens_per_sample",
+    "truncated": "train/truncation_rate",
+    "loss": "train/loss",
+    "seconds": "timing/train/total_step_time",
+}
+ENDINGS = ("run_failed", "run_died")  # findings that the head of the page tells
 PHASE_PREFIX = "timing/train/"
-
-
-def runs_page(sources: ViewerSources) -> Page:
-    rows = []
-    for source in sources.in_order():
-        reward = source.metrics.series("train/reward") or {}
-        accuracy = source.metrics.series("validation/accuracy")
-        rollouts = next(iter(source.splits.values()))
-        rows.append(
-            {
-                "source": source,
-                "step": max(source.metrics.steps, default=None),
-                "rollouts": sum(map(len, source.splits.values())),
-                "failed": sum(
-                    sum(len(rows) for _, rows in split.select(Query(failure="any"))) for split in source.splits.values()
-                ),
-                "reward": list(reward.values())[-1] if reward else finite_mean(rollouts.column("reward")),
-                "accuracy": list(accuracy.values())[-1] if accuracy else None,
-            }
-        )
-    return Page("runs.html", "Runs", {"rows": rows})
 
 
 def source_page(source: ViewerSource, values: Mapping[str, str]) -> Page:
@@ -68,52 +58,63 @@ def source_page(source: ViewerSource, values: Mapping[str, str]) -> Page:
 
 
 def _run_page(source: ViewerSource, values: Mapping[str, str]) -> Page:
+    steps = source.metrics.steps or sorted({int(s) for s in source.split("train").column("step").tolist()})
+    newest_first, start = steps[::-1], whole_number(values.get("start"))
+    context = {
+        "source": source,
+        "run": summarize(source),
+        "last_step": steps[-1] if steps else 0,
+        "findings": [each for each in source.remember("findings", lambda: check(source)) if each.name not in ENDINGS],
+        "charts": [*_curves(source), *_phases(source)],
+        "distributions": source.remember("distributions", lambda: distribution_charts(source.split("train"))),
+        "failures": source.failures("train"),
+        "columns": STEP_COLUMNS,
+        "steps": [
+            (step, [source.metrics.by_name.get(name, {}).get(step) for name in STEP_COLUMNS.values()])
+            for step in newest_first[start : start + PAGE_ROWS]
+        ],
+        "num_steps": len(steps),
+        "start": start,
+        "page_rows": PAGE_ROWS,
+        "config": source.config_text,
+    }
+    return Page("run.html", source.id, context, live=source.id)
+
+
+def _curves(source: ViewerSource) -> list[Drawing]:
+    """Return the usual charts, those that have data."""
     metrics = source.metrics
 
-    def draw(resolve: Callable[[str], str | None], title: str, names: Mapping[str, str], alarm: float | None) -> Markup:
+    def draw(resolve: Resolve, title: str, names: Mapping[str, str], alarm: float | None) -> Markup:
         lines = [ChartLine(label, metrics.series(name)) for label, name in names.items()]
-        return charts.line_chart(title, lines, alarm=alarm, link=lambda step: resolve(f"/s/{source.id}/step/{step}"))
+        full_size = resolve(chart_address([source.id], list(names.values()), together=1 if len(names) > 1 else None))
+        link = partial(_step_link, resolve, source.id)
+        return charts.line_chart(title, lines, alarm=alarm, link=link, view=ChartView(full_size=full_size))
 
-    pictures = [
+    return [
         partial(draw, title=title, names=names, alarm=alarm)
         for title, names, alarm in CURVES
         if any(metrics.series(name) for name in names.values())
     ]
+
+
+def _step_link(resolve: Resolve, source_id: str, step: int) -> str | None:
+    return resolve(f"/s/{source_id}/step/{step}")
+
+
+def _phases(source: ViewerSource) -> list[Drawing]:
+    """Return the chart of the seconds of a step by phase, if there are any."""
     phases = [
-        ChartLine(name.removeprefix(PHASE_PREFIX).replace("_", " "), metrics.series(name))
-        for name in sorted(metrics.by_name)
+        ChartLine(name.removeprefix(PHASE_PREFIX).replace("_", " "), source.metrics.series(name))
+        for name in sorted(source.metrics.by_name)
         if name.startswith(PHASE_PREFIX) and not name.endswith("total_step_time")
     ]
-    stacked = charts.stacked_chart("Seconds per step, by phase", phases)
-    steps = metrics.steps or sorted({int(s) for s in source.split("train").column("step").tolist()})
-    shown = steps[-MAX_STEPS:]
-    table = [
-        (
-            step,
-            [
-                metrics.by_name.get(name, {}).get(step)
-                for name in (
-                    "train/reward",
-                    "validation/accuracy",
-                    "train/mean_gen_tokens_per_sample",
-                    "train/truncation_rate",
-                    "train/loss",
-                    "timing/train/total_step_time",
-                )
-            ],
-        )
-        for step in reversed(shown)
-    ]
-    context = {
-        "source": source,
-        "charts": pictures,
-        "phases": stacked,
-        "failures": source.failures("train"),
-        "steps": table,
-        "num_hidden": len(steps) - len(shown),
-        "config": source.config_text,
-    }
-    return Page("run.html", source.id, context, live=source.id)
+
+    def draw(resolve: Resolve) -> Markup:
+        full_size = resolve(chart_address([source.id], [f"{PHASE_PREFIX}*"]))
+        return charts.stacked_chart("Seconds per step, by phase", phases, view=ChartView(full_size=full_size))
+
+    return [draw] if phases else []
 
 
 def _collection_page(source: ViewerSource, values: Mapping[str, str]) -> Page:

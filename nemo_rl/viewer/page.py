@@ -17,6 +17,7 @@ from nemo_rl.viewer.rollout_set import Key
 from nemo_rl.viewer.viewer_sources import ViewerSource
 
 PAGE_ROWS = 50
+SNIPPET_CHARS = 200  # of an answer's end in a list
 MAX_ID_CHARS = 500  # longest id in an address
 ALARM_MULT_PROB_ERROR = 1.05  # docs/metrics.md
 
@@ -32,12 +33,12 @@ class Page:
 
 
 def address(path: str, **parameters: object) -> str:
-    """Return the address of a page; empty parameters are omitted.
+    """Return the address of a page; empty parameters are omitted, and lists repeat theirs.
 
     Example: address("/s/exp_001/rollouts", step=3, text="") is "/s/exp_001/rollouts?step=3".
     """
     given = {name.rstrip("_"): value for name, value in parameters.items() if value not in (None, "")}
-    return quote(path) + (f"?{urlencode(given, errors='replace')}" if given else "")
+    return quote(path) + (f"?{urlencode(given, doseq=True, errors='replace')}" if given else "")
 
 
 def parse_query(values: Mapping[str, str]) -> tuple[Query, list[str]]:
@@ -77,12 +78,17 @@ def rollout_card(
     advantage = (found or {}).get("advantage")
     if advantage is None and advantages:
         advantage = finite_mean([a for a in advantages if a is not None])
+    thinking, answer = conversation.split_answer(conversation.final_text(row))
     return {
         "key": f"{key[0]}.{key[1]}",
         "row": row,
         "failure": row.get("failure") or None,
         "advantage": advantage,
-        "answer": conversation.final_text(row),
+        "prompt": conversation.prompt_text(row),
+        "target": conversation.target_of(row),
+        "thinking": thinking,
+        "answer": answer,
+        "end": ("…" if len(answer) > SNIPPET_CHARS else "") + answer[-SNIPPET_CHARS:],
         "group": group_address(source, split, key, row),
     }
 

@@ -22,6 +22,7 @@ from nemo_rl.viewer.page import (
 from nemo_rl.viewer.rollout_set import RolloutSet
 from nemo_rl.viewer.viewer_sources import ViewerSource
 
+TARGET_CHARS = 4000  # of the expected answer on the page of a rollout
 MAX_OPTIONS = 500  # choices of a filter
 
 
@@ -71,19 +72,28 @@ def rollout_page(source: ViewerSource, split: str, name: str, values: Mapping[st
     chain = min(whole_number(values.get("chain")), len(chains) - 1)
     details = source.find_details(row, chain) if split == "train" else None
     colour = values.get("color", "policy")
+    colour = colour if colour in conversation.COLOURS else "policy"
     tokens = conversation.colour_tokens(details, colour, start=whole_number(values.get("tokens"))) if details else None
+    find = values.get("find", "").strip()[:MAX_ID_CHARS]
+    turns = conversation.turns_of(chains[chain])
     context = {
         "source": source,
         "split": split,
         "key": name,
         "row": row,
+        "find": find,
+        "num_found": sum(turn["searched"].count(find.lower()) for turn in turns) if find else 0,
+        "target": conversation.target_of(row, limit=TARGET_CHARS),
+        "verdict": _verdict(row),
+        "state": _mapping(row.get("env_state")),
         "failure": row.get("failure") or None,
-        "turns": conversation.turns_of(chains[chain]),
+        "turns": turns,
         "chain": chain,
         "histories": conversation.histories(chains),
         "details": details,
         "tokens": tokens,
-        "color": colour if colour in conversation.COLOURS else "policy",
+        "color": colour,
+        "scale": conversation.colour_scale(colour),
         "colors": conversation.COLOURS,
         "rewards": {str(k): v for k, v in _mapping(row.get("rewards")).items()},
         "timings": {str(k): v for k, v in _mapping(row.get("timings")).items()},
@@ -122,6 +132,14 @@ def _options(rollouts: RolloutSet, column: str) -> list[str]:
     """Return the names to choose from, without those that no address can hold."""
     names = (name for name in rollouts.names(column) if len(name) <= MAX_ID_CHARS and conversation.show(name) == name)
     return list(islice(names, MAX_OPTIONS))
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    """Return what the reward says of a rollout: failed, right (at least 1), wrong (0 or less), partly right."""
+    reward = row.get("reward")
+    if row.get("failure") or not isinstance(reward, int | float):
+        return "failed" if row.get("failure") else "not scored"
+    return "right" if reward >= 1 else "wrong" if reward <= 0 else "partly right"
 
 
 def _mapping(value: object) -> Mapping[Any, Any]:

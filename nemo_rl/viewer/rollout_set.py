@@ -114,12 +114,24 @@ class RolloutSet:
             raise DataError(f"there is no rollout {file}.{row} (any more)")
         return self.indexes[file].read(row)
 
+    def value(self, column: str, key: Key) -> float:
+        """Return one value of a column of numbers. The row must exist."""
+        return float(self.indexes[key[0]].columns[column][key[1]])
+
+    def key_at(self, number: int) -> Key:
+        """Return the key of a row that is counted over all files. Raises DataError if it does not exist."""
+        for file, index in enumerate(self.indexes):
+            if number < len(index):
+                return file, number
+            number -= len(index)
+        raise DataError("there is no such rollout")
+
     def column(self, name: str) -> npt.NDArray[Any]:
         """Return one column over all files."""
         return np.concatenate([np.asarray(index.columns[name]) for index in self.indexes] or [np.empty(0)])
 
     def _rank(self, file: int, row: int, name: str, sort: str) -> float:
-        value = float(self.indexes[file].columns[name][row])
+        value = self.value(name, (file, row))
         return math.inf if math.isnan(value) else -value if sort.startswith("-") else value
 
 

@@ -32,6 +32,7 @@ class _Row(msgspec.Struct, gc=False):
     stop_reason: str = ""
     reward: float | None = None
     rewards: dict[str, float | None] | None = None
+    env_state: dict[str, Any] | None = None
     failure: dict[str, Any] | None = None
     num_turns: _Whole = 0
     num_tokens: _Whole = 0

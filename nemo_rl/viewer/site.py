@@ -3,6 +3,7 @@
 An export is a directory that opens from `file://`, or one file for one group; no page of it requests anything.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,30 @@ import jinja2
 from markupsafe import Markup
 
 from nemo_rl.errors import DataError
-from nemo_rl.viewer import overview_pages, rollout_pages, step_pages
+from nemo_rl.viewer import chart_pages, group_pages, overview_pages, rollout_pages, runs_page, step_pages
 from nemo_rl.viewer.charts import format_number
 from nemo_rl.viewer.check import check_page
 from nemo_rl.viewer.compare import compare_page
 from nemo_rl.viewer.conversation import show
+from nemo_rl.viewer.markup import mark_matches, style
 from nemo_rl.viewer.page import Page, address
 from nemo_rl.viewer.viewer_sources import ViewerSource, ViewerSources
 
 MAX_COMPARED = 8  # runs on one page of a comparison
+PAGES: Mapping[str, Callable[[ViewerSource, Mapping[str, str]], Page]] = {
+    "validation": step_pages.validation_page,
+    "check": lambda source, values: check_page(source),
+    "groups": group_pages.groups_page,
+}
+SPLIT_PAGES: Mapping[str, Callable[[ViewerSource, str, Mapping[str, str]], Page]] = {
+    "group": group_pages.group_page,
+    "difference": group_pages.difference_page,
+    "rollouts": rollout_pages.rollouts_page,
+}
+ROLLOUT_PAGES: Mapping[str, Callable[[ViewerSource, str, str, Mapping[str, str]], Page]] = {
+    "rollout": rollout_pages.rollout_page,
+    "text": rollout_pages.text_page,
+}
 DIRECTORY = Path(__file__).parent
 STATIC = DIRECTORY / "static"
 
@@ -39,9 +55,11 @@ def find_page(sources: ViewerSources, address: str) -> Page:
     path, parameters = _split(address), parse_qsl(urlsplit(address).query, keep_blank_values=True)
     values = dict(parameters)
     if path == [""]:
-        return overview_pages.runs_page(sources)
+        return runs_page.runs_page(sources, values)
+    if path == ["charts"]:
+        return chart_pages.charts_page(sources, parameters)
     if path == ["compare"]:
-        names = [value for name, value in parameters if name in ("a", "b") and value]
+        names = [value for name, value in parameters if name in ("run", "a", "b") and value]
         return compare_page([sources.get(name) for name in dict.fromkeys(names[:MAX_COMPARED])])
     if path[0] == "s" and len(path) > 1 and (page := _find_of(sources.get(path[1]), path[2:], values)):
         return page
@@ -54,18 +72,12 @@ def _find_of(source: ViewerSource, path: list[str], values: Mapping[str, str]) -
             return overview_pages.source_page(source, values)
         case ["step", step] if step.isascii() and step.isdigit() and len(step) < 10:
             return step_pages.step_page(source, int(step))
-        case ["validation"]:
-            return step_pages.validation_page(source, values)
-        case ["check"]:
-            return check_page(source)
-        case ["group", split]:
-            return step_pages.group_page(source, split, values)
-        case ["rollouts", split]:
-            return rollout_pages.rollouts_page(source, split, values)
-        case ["rollout", split, key]:
-            return rollout_pages.rollout_page(source, split, key, values)
-        case ["text", split, key]:
-            return rollout_pages.text_page(source, split, key, values)
+        case [name] if name in PAGES:
+            return PAGES[name](source, values)
+        case [name, split] if name in SPLIT_PAGES:
+            return SPLIT_PAGES[name](source, split, values)
+        case [name, split, key] if name in ROLLOUT_PAGES:
+            return ROLLOUT_PAGES[name](source, split, key, values)
     return None
 
 
@@ -91,7 +103,14 @@ class Renderer:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._environment.filters |= {"number": _number, "show": _show}
+        self._environment.filters |= {
+            "number": _number,
+            "show": _show,
+            "styled": style,
+            "marked": mark_matches,
+            "date": _date,
+            "duration": _duration,
+        }
         self._environment.globals |= {"address": address, "link": self.link, "resolve": self._resolve}
 
     def link(self, address: str, text: object, *, kind: str = "") -> Markup:
@@ -128,6 +147,25 @@ def _number(value: Any) -> str:
         return format_number(float(value)) if isinstance(value, int | float) else _show(value)
     except OverflowError:  # an integer of hundreds of digits
         return _show(value)
+
+
+def _date(seconds: float | None) -> str:
+    """Return a time as the clock of this machine shows it."""
+    return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _duration(seconds: float | None) -> str:
+    """Return a duration in its two largest units.
+
+    Example: 7980 is "2 h 13 min", 59.6 is "1 min 0 s".
+    """
+    if seconds is None:
+        return "–"
+    whole = round(seconds)
+    for unit, size, rest, rest_size in (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // rest_size} {rest}"
+    return f"{whole} s"
 
 
 def _show(value: object, limit: int = 2000) -> str:

@@ -1,4 +1,4 @@
-"""The pages of a training step, of a group, and of the validation rollouts of two steps."""
+"""The pages of a training step, and of the validation rollouts of two steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,16 +7,14 @@ import numpy as np
 
 from nemo_rl.errors import DataError
 from nemo_rl.viewer import charts, conversation
+from nemo_rl.viewer.group_pages import count_outcomes, outcome_of
 from nemo_rl.viewer.index import Query
 from nemo_rl.viewer.page import (
-    MAX_ID_CHARS,
     PAGE_ROWS,
     Page,
     finite_mean,
     group_address,
     histogram_buckets,
-    parse_key,
-    parse_query,
     rollout_card,
     whole_number,
 )
@@ -45,11 +43,13 @@ def step_page(source: ViewerSource, step: int) -> Page:
                 "address": group_address(source, "train", keys[members[0]], row),
                 "env": str(row.get("env", row.get("task_name", ""))),
                 "prompt": conversation.prompt_text(row),
+                "target": conversation.target_of(row),
                 "count": len(members),
                 "failed": int((columns["failure"][members] > 0).sum()),
                 "mean": float(known.mean()) if len(known) else None,
                 "low": float(known.min()) if len(known) else None,
                 "high": float(known.max()) if len(known) else None,
+                "outcome": outcome_of(known),
                 "tokens": float(columns["tokens"][members].mean()),
             }
         )
@@ -62,6 +62,7 @@ def step_page(source: ViewerSource, step: int) -> Page:
         "step": step,
         "groups": groups,
         "num_groups": len(set(columns["group"].tolist())),
+        "outcomes": count_outcomes(source, step),
         "total": total,
         "metrics": metrics,
         "histogram": charts.histogram("Rollouts by reward", histogram_buckets(columns["reward"])),
@@ -69,32 +70,6 @@ def step_page(source: ViewerSource, step: int) -> Page:
         "next": min((s for s in steps if s > step), default=None),
     }
     return Page("step.html", f"step {step} · {source.id}", context, live=source.id)
-
-
-def group_page(source: ViewerSource, split: str, values: Mapping[str, str]) -> Page:
-    """Return the page of a group: the rollouts of one prompt side by side."""
-    query, _ = parse_query({name: values.get(name, "") for name in ("group", "step", "task_index", "prompt")})
-    if like := values.get("like"):
-        row = source.split(split).read(parse_key(like))
-        query = Query(group=str(row.get("group_id", "")), step=row.get("step"))
-    keys, total = source.split(split).keys(query, limit=64)
-    cards = [rollout_card(source, split, key, row) for key in keys if (row := try_read(source.split(split), key))]
-    if not cards:
-        problem = f"{len(keys)} damaged rows: {'; '.join(source.split(split).notes)}" if keys else "has no such group"
-        raise DataError(f"{source.id}: {problem}" if keys else f"{source.id} {problem}")
-    cards.sort(key=lambda card: card["row"].get("generation_index", card["row"].get("rollout_index", 0)))
-    context = {
-        "source": source,
-        "split": split,
-        "step": query.step,
-        "name": query.group[:MAX_ID_CHARS]
-        or (f"task {query.task_index}" if query.task_index is not None else query.prompt),
-        "cards": cards,
-        "total": total,
-        "prompt": conversation.prompt_text(cards[0]["row"], limit=4000),
-        "mean": finite_mean(np.array([_number(card["row"].get("reward")) for card in cards])),
-    }
-    return Page("group.html", f"group · {source.id}", context)
 
 
 def validation_page(source: ViewerSource, values: Mapping[str, str]) -> Page:
@@ -123,35 +98,35 @@ def validation_page(source: ViewerSource, values: Mapping[str, str]) -> Page:
     order = values.get("order", "worse")
     common = common[::-1] if order == "better" else common
     start = whole_number(values.get("start"))
+    changes = np.array([means[second][number] - means[first][number] for number in common])
     rows = []
     for number in common[start : start + PAGE_ROWS]:
-        file, at = _locate(rollouts, int(np.flatnonzero(prompt_of == number)[0]))
-        row = try_read(rollouts, (file, at))
+        row = try_read(rollouts, rollouts.key_at(int(np.flatnonzero(prompt_of == number)[0])))
         if row is not None:
             rows.append(
                 {
                     "prompt": str(row.get("prompt_id", "")),
                     "text": conversation.prompt_text(row),
+                    "target": conversation.target_of(row),
                     "first": means[first][number],
                     "second": means[second][number],
                 }
             )
-    context |= {"rows": rows, "num_prompts": len(common), "start": start, "order": order}
+    summary = {"better": changes > 0, "equal": changes == 0, "worse": changes < 0}
+    context |= {
+        "rows": rows,
+        "num_prompts": len(common),
+        "start": start,
+        "order": order,
+        "summary": {name: int(chosen.sum()) for name, chosen in summary.items()},
+        "mean_change": finite_mean(changes),
+    }
     return Page("validation.html", f"validation · {source.id}", context, live=source.id)
 
 
 def _take(rollouts: RolloutSet, name: str, keys: list[Key]) -> Any:
     index = rollouts.indexes[0]
     return np.asarray(index.columns[name][[row for _, row in keys]]) if keys else np.empty(0)
-
-
-def _locate(rollouts: RolloutSet, number: int) -> Key:
-    """Return the key of a row that is counted over all files."""
-    for file, index in enumerate(rollouts.indexes):
-        if number < len(index):
-            return file, number
-        number -= len(index)
-    raise DataError("there is no such rollout")
 
 
 def _means(prompts: Any, rewards: Any, chosen: Any) -> dict[int, float]:
@@ -165,7 +140,3 @@ def _means(prompts: Any, rewards: Any, chosen: Any) -> dict[int, float]:
 
 def _choose(text: str | None, allowed: list[int], default: int) -> int:
     return next((step for step in allowed if str(step) == text), default)
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")

@@ -4,12 +4,13 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.observability.run_record import RECORD_FILE, RunRecord, read_run_record
 from nemo_rl.viewer.index import Query
 from nemo_rl.viewer.index_records import parse_object
 from nemo_rl.viewer.metrics_file import MetricsFile
@@ -18,6 +19,7 @@ from nemo_rl.viewer.rollout_set import Key, RolloutSet, try_read
 MAX_DEPTH = 3  # directories below a given one that are searched for runs
 MAX_SOURCES = 500
 
+ResultT = TypeVar("ResultT")
 SourceKind: TypeAlias = Literal["run", "collection"]
 
 
@@ -29,6 +31,9 @@ class ViewerSource:
         self.version = 0  # grows with every change
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self._config = ""
+        self.record: RunRecord | None = None  # of a run that has one
+        self._record_stamp = 0
+        self._remembered: dict[str, tuple[int, Any]] = {}
         if kind == "run":
             self.splits = {
                 name: RolloutSet([path / "rollouts" / f"{name}.jsonl"], cache) for name in ("train", "validation")
@@ -59,12 +64,32 @@ class ViewerSource:
         if self.kind == "collection":
             self.splits["rollouts"].add(_shard_files(self.path))
             self.failed.add(_failure_files(self.path))
-        changed, has_more = self.metrics.advance(), False
+        changed, has_more = self.metrics.advance() | self._follow_record(), False
         for rollouts in (*self.splits.values(), self.details, self.failed):
             grew, more = rollouts.advance(budget_s=budget_s)
             changed, has_more = changed or grew, has_more or more
         self.version += changed
         return has_more
+
+    def _follow_record(self) -> bool:
+        """Read run.json if it was written, or if its process may have died; return whether it says something else."""
+        try:
+            stamp = (self.path / RECORD_FILE).stat().st_mtime_ns
+        except OSError:
+            return False
+        last = None if self.record is None else self.record.last
+        if stamp == self._record_stamp and (last is None or last.state != "running"):
+            return False
+        before, self.record, self._record_stamp = self.record, read_run_record(self.path), stamp
+        return self.record != before
+
+    def remember(self, name: str, compute: Callable[[], ResultT]) -> ResultT:
+        """Return what `compute` returns, computed once for each version of the source."""
+        version, value = self._remembered.get(name, (-1, None))
+        if version != self.version:
+            value = compute()
+            self._remembered[name] = (self.version, value)
+        return value
 
     def complete(self) -> "ViewerSource":
         """Read everything that is there, and return the source."""
@@ -168,7 +193,7 @@ class ViewerSources:
 
     def in_order(self) -> list[ViewerSource]:
         """Return all sources, the one that was written last first."""
-        return sorted(self.by_id.values(), key=lambda source: -_modified(source.path))
+        return sorted(self.by_id.values(), key=lambda source: -last_written(source.path))
 
 
 def find_kind(path: Path) -> SourceKind | None:
@@ -215,7 +240,8 @@ def _read_some(path: Path, limit: int) -> Iterator[dict[str, Any]]:
         return
 
 
-def _modified(path: Path) -> float:
+def last_written(path: Path) -> float:
+    """Return when a run or collection was written last, in seconds since 1970; 0 if it has disappeared."""
     try:
         return max(p.stat().st_mtime for p in (path, path / "metrics.jsonl", path / "rollouts") if p.exists())
     except (OSError, ValueError):

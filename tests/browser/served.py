@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.viewer.hostile import TEXTS
-from tests.unit.viewer.rundirs import failed, rollout, write_lines, write_run
+from tests.unit.viewer.rundirs import failed, rollout, write_lines, write_record, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FIREFOX = shutil.which("firefox-esr") or shutil.which("firefox")
 NUM_STEPS = 12
+LONG = " and then the next step of the calculation" * 20  # longer than what is unfolded by itself
 TOOL_CALL = {"id": "call_1", "name": "calculator", "arguments": {"expression": "17 * 3"}}
 
 
@@ -42,12 +43,35 @@ def write_runs(directory: Path) -> Path:
         config = f"grpo:\n  max_num_steps: 12\npolicy:\n  lr: {0.001 + gain}\n"
         run = write_run(directory / name, metrics=metrics, train=train, validation=validation, config=config)
         write_lines(run / "rollouts" / "details.jsonl", [_details(1, "1:a", i) for i in range(4)])
+    _write_sums(directory / "exp_003")
+    lost = write_run(directory / "exp_004", metrics=[_metrics(1, 0.0), _metrics(2, 0.0)])
+    write_record(lost, {"cause": "OutOfMemoryError: CUDA out of memory"}, name="long answers", tags=["ablation"])
     write_run(directory / "agent", metrics=[{"step": 1, "train/reward": 1.0}], train=[_tool_rollout()])
     hostile = [rollout(1, group=f"h{i}", text=text, task_name=text[:300]) for i, text in enumerate(TEXTS)]
     write_run(directory / "hostile", metrics=[{"step": 1, "train/reward": 1.0}], train=hostile, config=TEXTS[0])
     rows = [rollout(task_index=t, rollout_index=i, seed=0, reward=float(i < t)) for t in range(4) for i in range(4)]
     write_lines(directory / "words" / "rollouts-rs0.jsonl", rows)
     return directory
+
+
+def _write_sums(directory: Path) -> None:
+    """Write a run whose rows know what was expected: groups that are all wrong, mixed, and all right."""
+    rewards = {"hard": (0.0, 0.0), "fair": (0.0, 1.0), "easy": (1.0, 1.0)}
+    train = [
+        rollout(
+            step,
+            group=group,
+            index=index,
+            reward=reward,
+            text=f"**{group}**: the sum is \\boxed{{{40 + int(2 * reward)}}}",
+            answer=str(40 + int(2 * reward)),
+            env_state={"answer": "42"},
+        )
+        for step in range(1, 4)
+        for group, given in rewards.items()
+        for index, reward in enumerate(given)
+    ]
+    write_run(directory, metrics=[_metrics(step, 0.4) for step in range(1, 4)], train=train)
 
 
 def _metrics(step: int, gain: float) -> dict[str, Any]:
@@ -87,7 +111,7 @@ def _tool_rollout() -> dict[str, Any]:
         messages += [
             {"role": "user", "content": f"question of turn {turn}"},
             {"role": "assistant", "content": f"<think>thought {turn}</think>I calculate.", "tool_calls": [TOOL_CALL]},
-            {"role": "tool", "content": f"result {turn}: 51", "tool_call_id": "call_1"},
+            {"role": "tool", "content": f"result {turn}: 51" + turn * LONG, "tool_call_id": "call_1"},
         ]
     messages.append({"role": "assistant", "content": "The answer is 51."})
     return rollout(1, group="tools", num_turns=5, messages=messages, other_chains=[messages[:4], messages[:2]])

@@ -1,5 +1,6 @@
 """What users do with the viewer, in Chromium; skipped where it or Playwright is not installed."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.durable_files import hold_directory
 from nemo_rl.viewer.export import export_group, export_site
 from nemo_rl.viewer.viewer_sources import ViewerSources
 from tests.browser.served import CHROMIUM, served, write_runs
 from tests.unit.viewer.hostile import TEXTS
-from tests.unit.viewer.rundirs import rollout, write_lines
+from tests.unit.viewer.rundirs import rollout, write_lines, write_record
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
@@ -27,6 +29,10 @@ MAIN_PAGES = (
     "/s/exp_001/rollouts/train",
     "/s/words",
     "/s/exp_001/check",
+    "/charts?run=exp_001&run=exp_002&smooth=0.5",
+    "/s/exp_003/groups",
+    "/s/exp_003/difference/train?first=0.2&second=0.3",
+    "/s/exp_003/rollout/train/0.0?find=boxed",
     "/compare?a=exp_001&b=exp_002",
 )
 
@@ -155,6 +161,7 @@ def test_read_a_five_turn_tool_conversation(page: Any) -> None:
     assert page.locator("li.turn.assistant").count() == 6
     assert "question of turn 0" in main_text(page)
     assert "The answer is 51." in main_text(page)
+    assert "result 0: 51" in main_text(page)
     assert "result 3: 51" not in main_text(page)
     follow(page, "details#turn12 summary")
     assert "result 3: 51" in main_text(page)
@@ -376,12 +383,111 @@ def test_group_as_one_file(browser: Any, runs: Path, tmp_path: Path) -> None:
     page.context.close()
 
 
+def test_why_did_this_run_end(page: Any) -> None:
+    page.goto("/")
+    page.select_option("select[name=state]", "failed")
+    follow(page, "button:has-text('Filter')")
+    assert page.locator("table.rows tbody tr").count() == 1
+    assert "OutOfMemoryError" in page.inner_text("tr.dead")
+    follow(page, "a:text-is('long answers')")
+    assert "Failed after step 2." in main_text(page)
+    assert page.inner_text("pre.bad") == "OutOfMemoryError: CUDA out of memory"
+
+
+def test_follow_a_resumed_run(page: Any, runs: Path) -> None:
+    run = runs / "exp_004"
+    before = json.loads((run / "run.json").read_text())
+    page.goto("/s/exp_004")
+    page.wait_for_function("document.getElementById('live').textContent === 'live'")
+    assert "Failed" in main_text(page)
+    with hold_directory(run, key="run"):
+        write_record(run, *before["starts"], {"state": "running", "ended_at": None}, name="long answers")
+        write_lines(run / "metrics.jsonl", [{"step": 3, "train/reward": 0.9, "timing/train/total_step_time": 1}])
+        page.wait_for_selector("a.open:has-text('step 3')")
+        page.wait_for_selector("strong:has-text('Running.')")
+        assert "started 2 times" in main_text(page)
+        assert "OutOfMemoryError" in page.inner_text("#starts")
+    page.wait_for_selector("strong:has-text('Died after step 3')")
+    (run / "run.json").write_text(json.dumps(before))
+
+
+def test_sort_the_runs(page: Any) -> None:
+    page.goto("/")
+    follow(page, "th a:text-is('name')")
+    names = page.locator("table.rows tbody a.open").all_inner_texts()
+    assert names == sorted(names)
+    follow(page, "th a:text-is('name')")
+    assert page.locator("table.rows tbody a.open").all_inner_texts() == names[::-1]
+
+
+def test_compare_the_curves_of_three_runs(page: Any) -> None:
+    page.goto("/charts?run=exp_001&metric=train/*")
+    follow(page, "summary:has-text('more runs')")
+    for name in ("exp_002", "exp_003"):
+        page.check(f"input[value={name}]")
+    page.fill("input[name=metric]", "train/reward")
+    page.fill("input[name=smooth]", "0.5")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**run=exp_003**")
+    assert sorted(page.locator(".legend li").all_inner_texts()) == ["exp_001", "exp_002", "exp_003"]
+    chart = page.locator("svg[data-points]").bounding_box()
+    page.mouse.move(chart["x"] + 2, chart["y"] + chart["height"] / 2)
+    values = page.inner_text(".chart output").removeprefix("step 1: ").split(", ")
+    assert sorted(values) == ["exp_001 0.05", "exp_002 0.25", "exp_003 0.45"]
+    page.mouse.move(chart["x"] + chart["width"] / 2, chart["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(chart["x"] + chart["width"], chart["y"] + 60)
+    page.mouse.up()
+    page.wait_for_url(re.compile(r"to=\d"))
+    first, last = (int(page.input_value(f"input[name={name}]")) for name in ("from", "to"))
+    assert 0.4 * last < first < 0.6 * last
+    page.dblclick("svg[data-points]", position={"x": 200, "y": 5})
+    page.wait_for_url(lambda url: "to=" not in url)
+    assert page.locator(".legend li").count() == 3
+
+
+def test_find_the_groups_that_are_all_wrong(page: Any) -> None:
+    page.goto("/s/exp_003")
+    follow(page, "a:text-is('groups')")
+    follow(page, "a:text-is('3 all wrong')")
+    assert page.locator("table.rows tbody a").all_inner_texts() == ["3:hard", "2:hard", "1:hard"]
+    follow(page, "table.rows tbody a >> nth=0")
+    assert "all wrong" in main_text(page)
+    assert page.locator(".card").count() == 2
+
+
+def test_read_a_rollout_beside_its_target(page: Any) -> None:
+    page.goto("/s/exp_003/rollouts/train?min_reward=0&max_reward=0.5")
+    assert "42" in page.locator("table.rows tbody tr").first.inner_text()
+    follow(page, "a.open >> nth=0")
+    verdict = page.inner_text("[aria-label=Verdict]").split()
+    assert verdict == ["reward", "0", "wrong", "expected", "42", "answer", "40"]
+    assert page.inner_text(".turn.assistant strong") == "**hard**"
+    page.fill("input[name=find]", "BOXED")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**find=BOXED**")
+    assert page.inner_text("mark") == "boxed"
+
+
+def test_two_rollouts_of_a_group_with_their_difference(page: Any) -> None:
+    page.goto("/s/exp_003/group/train?group=1%3Afair&step=1")
+    follow(page, "text=best and worst side by side")
+    assert page.locator("mark").all_inner_texts() == ["42", "40"]
+
+
 def test_fifty_hostile_texts_execute_nothing(page: Any) -> None:
     dialogs: list[str] = []
     page.on("dialog", lambda dialog: dialogs.append(dialog.message))
     foreign: list[str] = []
     page.on("request", lambda request: foreign.append(request.url) if "127.0.0.1" not in request.url else None)
-    paths = ["/s/hostile", "/s/hostile/step/1", "/s/hostile/rollouts/train", "/s/hostile/check"]
+    paths = [
+        "/s/hostile",
+        "/s/hostile/groups",
+        "/s/hostile/difference/train?first=0.0&second=0.1",
+        "/s/hostile/step/1",
+        "/s/hostile/rollouts/train",
+        "/s/hostile/check",
+    ]
     for path in [*paths, *(f"/s/hostile/rollout/train/0.{row}" for row in range(len(TEXTS)))]:
         assert page.goto(path).status == 200
         assert page.evaluate("document.body.dataset.pwned") is None, path

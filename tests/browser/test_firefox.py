@@ -69,6 +69,7 @@ def test_compare_the_same_prompt_at_two_steps(tab: Tab, home: str) -> None:
 def test_read_a_five_turn_tool_conversation(tab: Tab, home: str) -> None:
     tab.goto(f"{home}/s/agent/rollout/train/0.0")
     assert tab.evaluate("document.querySelectorAll('li.turn.assistant').length") == 6
+    assert "result 0: 51" in tab.text()
     assert "result 3: 51" not in tab.text()
     tab.click("details#turn12 summary")
     tab.wait_for("document.querySelector('details#turn12').open")

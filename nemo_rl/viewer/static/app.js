@@ -45,6 +45,62 @@
     if (Object.hasOwn(keys, event.key)) { event.preventDefault(); keys[event.key](); }
   });
 
+  // Charts: the values under the pointer; dragging chooses the steps that are shown.
+  const chartOf = (event) => event.target.closest?.("svg[data-points]");
+  const across = (chart, event) => {
+    const box = chart.getBoundingClientRect();
+    return (event.clientX - box.left) / box.width * chart.viewBox.baseVal.width;
+  };
+  const mark = (chart, name) => {
+    let found = chart.querySelector("." + name);
+    if (!found) {
+      found = document.createElementNS("http://www.w3.org/2000/svg", name === "drag" ? "rect" : "line");
+      found.setAttribute("class", name);
+      chart.append(found);
+    }
+    return found;
+  };
+  const set = (element, values) => { for (const [name, value] of Object.entries(values)) element.setAttribute(name, value); };
+  const edges = (chart) => [52, chart.viewBox.baseVal.width - 10];  // LEFT and RIGHT of charts.py
+  let dragged = null;
+  const leave = (chart) => {
+    chart.querySelector(".pointer")?.remove();
+    chart.closest("figure").querySelector("output").textContent = "";
+  };
+  document.addEventListener("pointermove", (event) => {
+    const chart = chartOf(event);
+    document.querySelectorAll("svg .pointer").forEach((line) => { if (line.ownerSVGElement !== chart) leave(line.ownerSVGElement); });
+    if (!chart) return;
+    const x = across(chart, event), height = chart.viewBox.baseVal.height;
+    const points = JSON.parse(chart.dataset.points);
+    const [at, text] = points.reduce((best, each) => Math.abs(each[0] - x) < Math.abs(best[0] - x) ? each : best);
+    set(mark(chart, "pointer"), { x1: at, x2: at, y1: 10, y2: height - 26 });
+    chart.closest("figure").querySelector("output").textContent = text;
+    if (dragged?.chart === chart) set(mark(chart, "drag"), { x: Math.min(x, dragged.x), width: Math.abs(x - dragged.x), y: 10, height: height - 36 });
+  });
+  document.addEventListener("pointerdown", (event) => {
+    const chart = chartOf(event);
+    if (chart && event.button === 0 && event.pointerType === "mouse") { dragged = { chart, x: across(chart, event) }; event.preventDefault(); }
+  });
+  const zoom = (chart, from, to) => {
+    const full = chart.closest("figure").querySelector("a.full");
+    const target = new URL(document.querySelector("form.zoomed") || !full ? location.href : full.href);
+    for (const [name, value] of [["from", from], ["to", to]]) { if (value === null) target.searchParams.delete(name); else target.searchParams.set(name, value); }
+    location.href = target;
+  };
+  const zooms = (chart) => location.protocol !== "file:" && (document.querySelector("form.zoomed") || chart.closest("figure").querySelector("a.full"));
+  document.addEventListener("pointerup", (event) => {
+    if (!dragged) return;
+    const { chart, x } = dragged, end = across(chart, event), [left, right] = edges(chart);
+    dragged = null;
+    chart.querySelector(".drag")?.remove();
+    if (Math.abs(end - x) < 12 || !zooms(chart)) return;
+    const [first, last] = chart.dataset.steps.split(" ").map(Number);
+    const step = (at) => Math.round(first + Math.min(1, Math.max(0, (at - left) / (right - left))) * (last - first));
+    zoom(chart, step(Math.min(x, end)), step(Math.max(x, end)));
+  });
+  document.addEventListener("dblclick", (event) => { const chart = chartOf(event); if (chart && document.querySelector("form.zoomed")) zoom(chart, null, null); });
+
   const source = document.body.dataset.live;
   if (!source || !window.EventSource) return;
   let running = false, again = false, pressed = false;

@@ -40,7 +40,7 @@ def test_every_link_of_an_export_is_a_file_of_it(sources: ViewerSources, tmp_pat
 
 
 def test_export_is_bounded_and_covers_all_steps(sources: ViewerSources, tmp_path: Path) -> None:
-    assert export_site(sources, tmp_path / "out", max_pages=12) == 12
+    assert export_site(sources, tmp_path / "out", max_pages=16) == 16
     text = "".join(path.read_text() for path in (tmp_path / "out").glob("*.html"))
     assert all(f"<h1>Step {step}</h1>" in text for step in range(1, 6))
 
