@@ -72,6 +72,7 @@ REWARDS = MetricGroup(
     ROLLOUT_ALGORITHMS,
     {
         "train/reward": "mean reward of the rollouts that did not fail, before scaling and shaping",
+        "train/baseline_reward": "mean reward of the greedy rollouts that samples are compared with (`remax`)",
         "train/filtered_reward": "mean reward of the groups that are trained on (dynamic sampling)",
         "train/shaped_reward": "mean reward after scaling and shaping",
         "train/baseline_reward/pct_0": "percentage of the groups whose mean reward is 0, without failed rollouts",

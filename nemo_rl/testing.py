@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NAME = "checked"  # name of the part while it is checked
 OPTIONAL_KEYS = frozenset(  # present in a batch only if a loss or an estimator requires them
-    {keys.PREV_LOGPROBS, keys.REFERENCE_LOGPROBS, keys.TEACHER_LOGPROBS}
+    {keys.PREV_LOGPROBS, keys.REFERENCE_LOGPROBS, keys.TEACHER_LOGPROBS, keys.BASELINE_REWARD}
 )
 TRAJECTORIES = [0, 0, 1, 2, 2, 3, 4, 4]  # by sample
 GROUPS = [0, 0, 0, 1, 1, 1, 1, 1]
@@ -71,6 +71,7 @@ def make_batch(seed: int = 0) -> TrainingBatch:
         keys.GROUP_ID: torch.tensor(GROUPS),
         keys.TRAJECTORY_TOKENS: torch.zeros(int(ids.max()) + 1).index_add_(0, ids, mask.sum(-1))[ids],
         keys.REWARD: correct + form,
+        keys.BASELINE_REWARD: torch.tensor([0.5, 1.25])[torch.tensor(GROUPS)],
         keys.REWARD_COMPONENTS: TensorDict({"correct": correct, "form": form}, batch_size=size[:1]),
         keys.TRUNCATED: torch.zeros(size[0], dtype=torch.bool),
         keys.ADVANTAGES: torch.randn(size, generator=generator),

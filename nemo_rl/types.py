@@ -250,6 +250,10 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     guide: Guide | None = None  # log-probs are then of the masked distribution
 
+    def greedy(self) -> "SamplingParams":
+        """Return the parameters that take the likeliest token each time."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
@@ -428,10 +432,20 @@ class TrajectoryGroup:
     group_id: str
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+    baseline: Trajectory | None = None  # the greedy rollout, whose reward the others are compared with; never trained
 
     @property
     def survivors(self) -> tuple[Trajectory, ...]:
+        """Return the rollouts that can be trained on: none if the baseline failed."""
+        if self.baseline is not None and self.baseline.failure is not None:
+            return ()
         return tuple(t for t in self.trajectories if t.failure is None)
+
+    @property
+    def scored(self) -> tuple[Trajectory, ...]:
+        """Return the rollouts whose rewards count: the survivors, and the baseline of some."""
+        survivors = self.survivors
+        return (*survivors, self.baseline) if survivors and self.baseline is not None else survivors
 
 
 @dataclass(frozen=True, slots=True)

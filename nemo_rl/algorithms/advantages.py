@@ -190,6 +190,19 @@ class LengthWeightedAdvantages(RewardAdvantages):
         return rewards - means[group]
 
 
+class GreedyBaselineAdvantages(RewardAdvantages):
+    """A = r - the reward of the prompt's greedy rollout (ReMax, arXiv 2310.10505)."""
+
+    @property
+    def required_keys(self) -> frozenset[str]:
+        """Return also the greedy rollout's reward."""
+        return super().required_keys | {keys.BASELINE_REWARD}
+
+    def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
+        """Return each reward less the greedy one."""
+        return trajectories.first(keys.REWARD) - trajectories.first(keys.BASELINE_REWARD)
+
+
 class WhitenedAdvantages(RewardAdvantages):
     """A = r less its group's mean, then the KL subtracted and all whitened over the valid tokens (REINFORCE++)."""
 
@@ -346,11 +359,11 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def is_informative(group: TrajectoryGroup, *, by_name: bool = False) -> bool:
-    """Return whether the raw rewards of the group's survivors differ by more than rounding; one alone never does.
+    """Return whether the raw rewards of the group differ by more than rounding, its baseline's among them.
 
     Compared are their sums, or with `by_name` each named reward by itself.
     """
-    of_chains = [t.rewards_of_chain(i) for t in group.survivors for i in range(len(t.chains))]
+    of_chains = [t.rewards_of_chain(i) for t in group.scored for i in range(len(t.chains))]
     if len(of_chains) < 2:
         return False
     names = sorted({name for rewards in of_chains for name in rewards})
@@ -383,6 +396,8 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
         "mean_prompt_length": float(prompt_lengths[trajectories.first_sample].double().mean()),
         "total_num_tokens": float(batch[keys.LENGTHS].sum()),
     }
+    if batch.get(keys.BASELINE_REWARD, None) is not None:
+        metrics["baseline_reward"] = float(trajectories.first(keys.BASELINE_REWARD).mean())
     advantages = batch.get(keys.ADVANTAGES, None)
     if advantages is not None:
         advantages = advantages[(mask * batch[keys.SAMPLE_MASK][:, None]) > 0].double()

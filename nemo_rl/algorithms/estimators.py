@@ -100,6 +100,11 @@ def check_group_alone(key: str, section: GroupEstimatorConfig, config: GRPORunCo
     """Raise ConfigError for unread keys, the leave-one-out baseline among them, and groups of one."""
     check_unread(key, section)
     check_group_size(key, section, config)
+    check_no_leave_one_out(key, section)
+
+
+def check_no_leave_one_out(key: str, section: GroupEstimatorConfig) -> None:
+    """Raise ConfigError for the leave-one-out baseline of an estimator that has another."""
     if section.use_leave_one_out_baseline:
         raise ConfigError(
             f"{key}.use_leave_one_out_baseline", True, f"not read by name: {section.name}; allowed: false"
@@ -128,6 +133,37 @@ def _make_opo(section: OPOEstimatorConfig, loss: LossConfig) -> "AdvantageEstima
 
 
 OPO = Entry(OPOEstimatorConfig, make=_make_opo, check=check_group_alone)
+
+
+class ReMaxEstimatorConfig(GroupEstimatorConfig):
+    """`name: remax` (arXiv 2310.10505): rewards less that of the prompt's greedy rollout; nothing is divided."""
+
+    name: str = "remax"
+
+    @property
+    def compares_group(self) -> bool:
+        """Return False: each rollout is compared with the greedy one."""
+        return False
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        """Return True."""
+        return True
+
+
+def check_remax(key: str, section: ReMaxEstimatorConfig, config: GRPORunConfig) -> None:
+    """Raise ConfigError for unread keys, the leave-one-out baseline among them."""
+    check_unread(key, section)
+    check_no_leave_one_out(key, section)
+
+
+def _make_remax(section: ReMaxEstimatorConfig, loss: LossConfig) -> "AdvantageEstimator":
+    from nemo_rl.algorithms.advantages import GreedyBaselineAdvantages  # loads torch
+
+    return GreedyBaselineAdvantages(loss.reward_kl)
+
+
+REMAX = Entry(ReMaxEstimatorConfig, make=_make_remax, check=check_remax)
 
 
 class GDPOEstimatorConfig(GroupEstimatorConfig):
@@ -251,6 +287,11 @@ class CustomEstimatorConfig(AdvantageEstimatorConfig):
     def needs_reference(self) -> bool:
         """Return whether the estimator reads the reference's log-probs."""
         return keys.REFERENCE_LOGPROBS in self._required_keys
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        """Return whether the estimator reads the greedy rollouts' rewards."""
+        return keys.BASELINE_REWARD in self._required_keys
 
     @property
     def _required_keys(self) -> frozenset[str]:

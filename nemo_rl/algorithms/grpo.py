@@ -172,24 +172,24 @@ def transform_rewards(
     *,
     zero_reward_rollouts: Container[TrajectoryKey] = frozenset(),
 ) -> dict[TrajectoryKey, float]:
-    """Return the rewards to train on of all trajectories that did not fail: scaled, then shaped, if enabled.
+    """Return the rewards to train on of all survivors and baselines: scaled, then shaped, if enabled.
 
     Penalised rollouts, `zero_reward_rollouts`, have the reward 0 before that, unless their own is lower.
     `max_response_length`, in tokens, is the default of `reward_shaping.max_response_length`. With
     `stop_properly_penalty_coef`, rewards of truncated rollouts are multiplied by it, and lengths do not count.
     """
-    survivors = [t for group in groups for t in group.survivors]
-    rewards = [min(t.reward, 0.0) if trajectory_key(t) in zero_reward_rollouts else t.reward for t in survivors]
+    scored = [t for group in groups for t in group.scored]
+    rewards = [min(t.reward, 0.0) if trajectory_key(t) in zero_reward_rollouts else t.reward for t in scored]
     if config.reward_scaling.enabled:
         rewards = scale_rewards(rewards, config.reward_scaling)
     coefficient = config.reward_shaping.stop_properly_penalty_coef
     if config.reward_shaping.enabled and coefficient is not None:
-        truncated = (t.stop_reason is StopReason.TRUNCATED for t in survivors)
+        truncated = (t.stop_reason is StopReason.TRUNCATED for t in scored)
         rewards = [reward * coefficient if cut else reward for reward, cut in zip(rewards, truncated, strict=True)]
     elif config.reward_shaping.enabled:
-        lengths = [t.num_generated_tokens for t in survivors]
+        lengths = [t.num_generated_tokens for t in scored]
         rewards = shape_rewards(rewards, lengths, config.reward_shaping, max_response_length)
-    return {trajectory_key(t): reward for t, reward in zip(survivors, rewards, strict=True)}
+    return {trajectory_key(t): reward for t, reward in zip(scored, rewards, strict=True)}
 
 
 def scale_rewards(rewards: Sequence[float], scaling: RewardScalingConfig) -> list[float]:

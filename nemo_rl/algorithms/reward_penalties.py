@@ -119,7 +119,7 @@ class Penalties:
 
     def faults(self, groups: Sequence[TrajectoryGroup]) -> StepFaults:
         """Return the faults of all rollouts that did not fail; each reply is decoded once."""
-        rollouts = {trajectory_key(t): self.find_faults(t) for group in groups for t in group.survivors}
+        rollouts = {trajectory_key(t): self.find_faults(t) for group in groups for t in group.scored}
         return StepFaults(self, rollouts)
 
     def find_faults(self, trajectory: Trajectory) -> RolloutFaults:

@@ -3,7 +3,7 @@
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nemo_rl.data.prompt_sets import PromptSet
 from nemo_rl.experience.pass_at_k import pass_at_k
@@ -52,8 +52,7 @@ class Validator:
             sampled = await self._rollouts(prompts, self.num_generations_per_prompt, self.sampling)
             metrics = sampled_metrics(sampled, self.num_generations_per_prompt)
             if self.greedy:
-                greedy_sampling = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
-                metrics |= greedy_metrics(await self._rollouts(prompts, 1, greedy_sampling))
+                metrics |= greedy_metrics(await self._rollouts(prompts, 1, self.sampling.greedy()))
             _log_failed(prompt_set.name, metrics)
             by_set[prompt_set.name] = metrics
             all_trajectories += sampled

@@ -147,7 +147,8 @@ def _check_estimator(config: GRPORunConfig) -> None:
 
 
 def _check_dynamic_sampling(config: GRPORunConfig) -> None:
-    if config.grpo.use_dynamic_sampling and config.grpo.num_generations_per_prompt == 1:
+    has_baseline = config.grpo.adv_estimator.needs_greedy_baseline
+    if config.grpo.use_dynamic_sampling and config.grpo.num_generations_per_prompt == 1 and not has_baseline:
         raise ConfigError(
             "grpo.use_dynamic_sampling", True, "would drop every group: grpo.num_generations_per_prompt must be above 1"
         )

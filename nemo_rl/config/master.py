@@ -89,6 +89,11 @@ class AdvantageEstimatorConfig(Section):
         """Return whether each named reward counts by itself, not their sum."""
         return False
 
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        """Return whether each prompt has a greedy rollout beside those that are trained."""
+        return False
+
 
 class AsyncRolloutsConfig(Section):
     """Rollouts collected in the background, while the policy trains (AReaL, arXiv 2505.24298)."""

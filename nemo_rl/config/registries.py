@@ -29,7 +29,7 @@ ADVANTAGE_ESTIMATORS = Kind(
     name_key="name",
     built_in={
         name: f"nemo_rl.algorithms.estimators:{name.upper()}"
-        for name in ("grpo", "grpo_passk", "opo", "gdpo", "reinforce_plus_plus", "opd")
+        for name in ("grpo", "grpo_passk", "opo", "remax", "gdpo", "reinforce_plus_plus", "opd")
     },
     adapter="nemo_rl.algorithms.estimators:adapt_estimator",
     default="grpo",

@@ -70,29 +70,41 @@ def assemble_batch(
     """Make the batch of all survivors in groups of at least `min_group_size` of them, and the origin of each row.
 
     Rows follow the order of the groups, then the generation index, then the chains of a trajectory. `rewards` are the
-    scaled and shaped ones by (group_id, generation_index); None takes the trajectories' own. Raises RolloutError with
-    the first cause when nothing is left.
+    scaled and shaped ones by (group_id, generation_index); None takes the trajectories' own. Groups have a baseline all
+    or none. Raises RolloutError with the first cause when nothing is left.
     """
     trajectories: list[Trajectory] = []
     samples: list[TrainingSample] = []
     rows: list[BatchRow] = []
-    for group_id, trajectory in _iter_kept_trajectories(groups, min_group_size):
-        reward = trajectory.reward if rewards is None else rewards[trajectory_key(trajectory)]
+    baselines: list[float] = []  # of the rows
+
+    def reward_of(trajectory: Trajectory) -> float:
+        return trajectory.reward if rewards is None else rewards[trajectory_key(trajectory)]
+
+    for group_id, group, trajectory in _iter_kept_trajectories(groups, min_group_size):
+        reward = reward_of(trajectory)
         samples += make_training_samples(trajectory, trajectory_id=len(trajectories), group_id=group_id, reward=reward)
         trajectories.append(trajectory)
         key = trajectory_key(trajectory)
         rows += (BatchRow(trajectory.prompt, log, key, index) for index, log in enumerate(trajectory.chains))
+        if group.baseline is not None:
+            baselines += [reward_of(group.baseline)] * len(trajectory.chains)
     if not trajectories:
         raise RolloutError(_describe_empty_batch(groups, min_group_size))
-    return _make_batch(samples, trajectories), tuple(rows)
+    batch = _make_batch(samples, trajectories)
+    if baselines:
+        batch[keys.BASELINE_REWARD] = torch.tensor(baselines, dtype=torch.float32)
+    return batch, tuple(rows)
 
 
-def _iter_kept_trajectories(groups: Sequence[TrajectoryGroup], min_group_size: int) -> Iterator[tuple[int, Trajectory]]:
-    """Yield the trajectories to train on, in the order of the batch, with their group's index in it."""
+def _iter_kept_trajectories(
+    groups: Sequence[TrajectoryGroup], min_group_size: int
+) -> Iterator[tuple[int, TrajectoryGroup, Trajectory]]:
+    """Yield the trajectories to train on, in the order of the batch, with their group and its index in it."""
     kept = [group for group in groups if len(group.survivors) >= max(min_group_size, 1)]
     for group_id, group in enumerate(kept):
         for trajectory in sorted(group.survivors, key=lambda t: t.generation_index):
-            yield group_id, trajectory
+            yield group_id, group, trajectory
 
 
 def make_training_samples(
@@ -208,7 +220,8 @@ def _reward_components(trajectories: Sequence[Trajectory]) -> TensorDict:
 
 def _describe_empty_batch(groups: Sequence[TrajectoryGroup], min_group_size: int) -> str:
     counts = count_assembly(groups, min_group_size=min_group_size)
-    failures = (t.failure for group in groups for t in group.trajectories)
+    rollouts = chain.from_iterable((*group.trajectories, group.baseline) for group in groups)
+    failures = (t.failure for t in rollouts if t is not None)
     first = next((f for f in failures if f is not None), None)
     cause = f"; the first failure was of class {first.failure_class}: {first.cause}" if first else ""
     return (

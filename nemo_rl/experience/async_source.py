@@ -101,6 +101,7 @@ class AsyncSource:
         max_generation_failures: int,
         failures: RolloutConfig,
         min_group_size: int = 1,
+        greedy_baseline: bool = False,
         writer: RolloutWriter | None = None,
         num_steps: int | None = None,
     ) -> None:
@@ -113,6 +114,7 @@ class AsyncSource:
         self._max_age = max_age_steps
         self._stale_groups = stale_groups
         self._min_group_size = min_group_size
+        self._greedy_baseline = greedy_baseline
         self._ended: dict[int, dict[int, Trajectory]] = {}  # rollouts of running groups, by prompt and generation index
         self._failures = failures
         self._writer = writer
@@ -222,9 +224,9 @@ class AsyncSource:
         self._loader.put_back(buffered.in_flight)
         self._buffer.restore(buffered.complete)
         self._dropped = buffered.dropped
-        count = self._num_generations
-        others = [one for one in buffered.complete if len(one.group.trajectories) not in (0, count)]  # 0: masked
-        self._requeue(others, f"do not have grpo.num_generations_per_prompt = {count} rollouts")
+        others = [one for one in buffered.complete if not self._has_own_shape(one.group)]
+        count = f"grpo.num_generations_per_prompt = {self._num_generations} rollouts"
+        self._requeue(others, f"do not have {count}{' and a greedy one' if self._greedy_baseline else ''}")
 
     # ---- choosing
 
@@ -235,6 +237,13 @@ class AsyncSource:
         if weight_version != self._weight_version:
             self._delivered.clear()
         self._weight_version = weight_version
+
+    def _has_own_shape(self, group: TrajectoryGroup) -> bool:
+        """Return whether the group is one that this source could have collected."""
+        is_masked = not group.trajectories
+        has_baseline = group.baseline is not None
+        is_whole = len(group.trajectories) == self._num_generations and has_baseline == self._greedy_baseline
+        return is_masked or is_whole
 
     def _requeue(self, groups: Sequence[BufferedGroup], reason: str) -> None:
         prompt_indices = [one.prompt_index for one in groups]
@@ -276,13 +285,15 @@ class AsyncSource:
     def _trim(self, prompt_index: int, weight_version: int) -> bool:
         """Complete a running group with the rollouts that have ended; the others fail as cancelled.
 
-        Return False, and change nothing, if fewer than `min_group_size` have survived, or one of them is older than
-        the bound.
+        Return False, and change nothing, if fewer than `min_group_size` have survived, one of them is older than the
+        bound, or there is no baseline yet.
         """
-        loaded, ended = self._loader.at(prompt_index), self._ended.get(prompt_index, {})
+        loaded, ended = self._loader.at(prompt_index), dict(self._ended.get(prompt_index, {}))
+        baseline = ended.pop(self._num_generations, None)
         survivors = [trajectory for trajectory in ended.values() if trajectory.failure is None]
         is_young = all(t.weight_versions[0] + self._max_age >= weight_version for t in survivors)
-        if len(survivors) < max(self._min_group_size, 1) or not is_young:
+        lacks_baseline = self._greedy_baseline and (baseline is None or baseline.failure is not None)
+        if len(survivors) < max(self._min_group_size, 1) or not is_young or lacks_baseline:
             return False
         given_up = Failure(FailureClass.CANCELLED, f"{STILL_RUNNING}, version {weight_version}")
         trajectories = tuple(
@@ -290,7 +301,7 @@ class AsyncSource:
             or Trajectory(loaded.prompt, loaded.group_id, index, (), StopReason.FAILED, failure=given_up)
             for index in range(self._num_generations)
         )
-        self._buffer.finish(prompt_index, TrajectoryGroup(loaded.group_id, loaded.prompt, trajectories))
+        self._buffer.finish(prompt_index, TrajectoryGroup(loaded.group_id, loaded.prompt, trajectories, baseline))
         self._meter.num_given_up += self._num_generations - len(ended)
         logger.warning("group %s continues with %d of %d rollouts", loaded.group_id, len(ended), self._num_generations)
         self._cancel_alone(prompt_index)
@@ -385,9 +396,9 @@ class AsyncSource:
             self._options.seed,
             progress=partial(self._record_end, {one.group_id: one.prompt_index for one in prompts}),
         )
-        jobs = make_rollout_jobs(prompts, self._num_generations)
+        jobs = make_rollout_jobs(prompts, self._num_generations, greedy_baseline=self._greedy_baseline)
         trajectories = await run_training_rollouts(jobs, self._dependencies, options)
-        return group_trajectories(trajectories, self._num_generations)
+        return group_trajectories(trajectories, self._num_generations, greedy_baseline=self._greedy_baseline)
 
     def _record_end(self, prompt_indices: Mapping[str, int], trajectory: Trajectory) -> None:
         """Keep an ended rollout for `_trim`, and report it."""

@@ -74,7 +74,11 @@ async def open_rollout_session(
     """
     seed = request_seed(options.seed, job, 0)
     handle = sessions.open_session(
-        seed=seed, sampling=options.sampling, server=server, trains=options.trains, is_side_call=is_side_call
+        seed=seed,
+        sampling=job.sampling_of(options.sampling),
+        server=server,
+        trains=options.trains,
+        is_side_call=is_side_call,
     )
     try:
         yield handle

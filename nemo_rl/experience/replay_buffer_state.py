@@ -41,6 +41,7 @@ def buffer_state_to_dict(state: ReplayBufferState) -> dict[str, Any]:
             "place": one.prompt_index,
             "weight_version": one.weight_version,
             "trajectories": [_trajectory_to_dict(t, token_store) for t in one.group.trajectories],
+            **({"baseline": _trajectory_to_dict(one.group.baseline, token_store)} if one.group.baseline else {}),
         }
         for one in state.complete
     ]
@@ -141,7 +142,8 @@ def _message_to_dict(tokenized: TokenizedMessage, token_store: _TokenStore) -> d
 
 def _group_from_dict(plain: Mapping[str, Any], loaded: LoadedPrompt, token_store: _TokenStore) -> BufferedGroup:
     trajectories = tuple(_trajectory_from_dict(one, loaded, token_store) for one in plain["trajectories"])
-    group = TrajectoryGroup(loaded.group_id, loaded.prompt, trajectories)
+    baseline = _trajectory_from_dict(plain["baseline"], loaded, token_store) if "baseline" in plain else None
+    group = TrajectoryGroup(loaded.group_id, loaded.prompt, trajectories, baseline)
     return BufferedGroup(plain["place"], plain["weight_version"], group)
 
 

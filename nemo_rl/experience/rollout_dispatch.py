@@ -18,21 +18,26 @@ Scheduler: TypeAlias = Callable[
 ]
 
 
-def make_rollout_jobs(prompts: Iterable[LoadedPrompt], num_generations: int, *, attempt: int = 0) -> list[RolloutJob]:
-    """Make `num_generations` jobs per prompt, one prompt after the other."""
+def make_rollout_jobs(
+    prompts: Iterable[LoadedPrompt], num_generations: int, *, attempt: int = 0, greedy_baseline: bool = False
+) -> list[RolloutJob]:
+    """Make `num_generations` jobs per prompt, one prompt after the other; with `greedy_baseline` one more of each."""
     return [
-        RolloutJob(one.prompt, one.group_id, index, one.epoch, attempt)
+        RolloutJob(one.prompt, one.group_id, index, one.epoch, attempt, is_greedy=index == num_generations)
         for one in prompts
-        for index in range(num_generations)
+        for index in range(num_generations + greedy_baseline)
     ]
 
 
-def group_trajectories(trajectories: Sequence[Trajectory], num_generations: int) -> tuple[TrajectoryGroup, ...]:
+def group_trajectories(
+    trajectories: Sequence[Trajectory], num_generations: int, *, greedy_baseline: bool = False
+) -> tuple[TrajectoryGroup, ...]:
     """Group trajectories that are in the order of `make_rollout_jobs`."""
     groups = []
-    for start in range(0, len(trajectories), num_generations):
-        members = tuple(trajectories[start : start + num_generations])
-        groups.append(TrajectoryGroup(members[0].group_id, members[0].prompt, members))
+    for start in range(0, len(trajectories), num_generations + greedy_baseline):
+        end = start + num_generations
+        members, baseline = tuple(trajectories[start:end]), trajectories[end] if greedy_baseline else None
+        groups.append(TrajectoryGroup(members[0].group_id, members[0].prompt, members, baseline))
     return tuple(groups)
 
 

@@ -43,7 +43,8 @@ class SyncSource:
 
     With `rollout.oversample` above 1 more prompts are begun, and a step is the first complete groups of
     `min_group_size` survivors; the prompts of the others are put back. With a `writer`, all rollouts of complete groups
-    are written down, whatever becomes of them.
+    are written down, whatever becomes of them. With `greedy_baseline` each group has a greedy rollout in addition,
+    which is neither in metrics nor written down.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class SyncSource:
         num_generations_per_prompt: int,
         failures: RolloutConfig,
         min_group_size: int = 1,
+        greedy_baseline: bool = False,
         writer: RolloutWriter | None = None,
     ) -> None:
         self._loader = loader
@@ -65,6 +67,7 @@ class SyncSource:
         self._num_generations = num_generations_per_prompt
         self._failures = failures
         self._min_group_size = min_group_size
+        self._greedy_baseline = greedy_baseline
         self._num_begun = num_begun(num_prompts_per_step, failures.oversample)
         self._writer = writer
 
@@ -82,11 +85,11 @@ class SyncSource:
             return await self._take_first_complete(loaded, num_deferred, weight_version)
         jobs = [job for at, one in enumerate(loaded) for job in self._jobs(one, is_deferred=at < num_deferred)]
         async with self._written_if_given_up(len(jobs), weight_version) as options:
-            trajectories = await run_training_rollouts(jobs, self._dependencies, options)
+            groups = self._group(await run_training_rollouts(jobs, self._dependencies, options))
+        trajectories = flatten_groups(groups)
         if self._writer is not None:
             await self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
-        metrics = self._metrics(trajectories, weight_version)
-        return CollectedGroups(group_trajectories(trajectories, self._num_generations), metrics)
+        return CollectedGroups(groups, self._metrics(trajectories, weight_version))
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict() | {"consumed_prompts": self._loader.consumed, "epoch": self._loader.epoch}
@@ -107,13 +110,13 @@ class SyncSource:
         self, loaded: Sequence[LoadedPrompt], num_deferred: int, weight_version: int
     ) -> CollectedGroups:
         deferred = {one.prompt_index for one in loaded[:num_deferred]}
+        num_rollouts = len(loaded) * (self._num_generations + self._greedy_baseline)
 
-        async with self._written_if_given_up(len(loaded) * self._num_generations, weight_version) as options:
+        async with self._written_if_given_up(num_rollouts, weight_version) as options:
 
             async def collect(one: LoadedPrompt) -> TrajectoryGroup:
                 jobs = self._jobs(one, is_deferred=one.prompt_index in deferred)
-                trajectories = await run_training_rollouts(jobs, self._dependencies, options)
-                return group_trajectories(trajectories, self._num_generations)[0]
+                return self._group(await run_training_rollouts(jobs, self._dependencies, options))[0]
 
             first = await collect_first(
                 loaded,
@@ -131,7 +134,12 @@ class SyncSource:
 
     def _jobs(self, one: LoadedPrompt, *, is_deferred: bool) -> list[RolloutJob]:
         """Return the jobs of a group; a deferred one has other seeds, as the same ones would be as slow again."""
-        return make_rollout_jobs([one], self._num_generations, attempt=int(is_deferred))
+        return make_rollout_jobs(
+            [one], self._num_generations, attempt=int(is_deferred), greedy_baseline=self._greedy_baseline
+        )
+
+    def _group(self, trajectories: Sequence[Trajectory]) -> tuple[TrajectoryGroup, ...]:
+        return group_trajectories(trajectories, self._num_generations, greedy_baseline=self._greedy_baseline)
 
     def _metrics(self, trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
         rollouts = rollout_metrics(trajectories) | age_metrics(trajectories, weight_version)

@@ -50,6 +50,11 @@ class RolloutJob:
     generation_index: int  # its place in the group
     epoch: int = 0
     attempt: int = 0  # 1: its group was begun for an earlier step, and deferred
+    is_greedy: bool = False  # the baseline of its group
+
+    def sampling_of(self, sampling: SamplingParams) -> SamplingParams:
+        """Return the parameters by which it samples, given those of the run."""
+        return sampling.greedy() if self.is_greedy else sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +230,7 @@ class Episode:
             self._request_response()
 
     def _request_response(self) -> None:
-        job, sampling = self.job, self._rules.sampling
+        job, sampling = self.job, self.job.sampling_of(self._rules.sampling)
         max_new_tokens = min(sampling.max_new_tokens, self._rules.max_total_length - len(self._context))
         if max_new_tokens != sampling.max_new_tokens or self._stop_strings != sampling.stop_strings:
             sampling = replace(sampling, max_new_tokens=max_new_tokens, stop_strings=self._stop_strings)

@@ -87,6 +87,7 @@ def _make_collecting_source(
         "num_generations_per_prompt": algorithm.num_generations_per_prompt,
         "failures": config.rollout,
         "min_group_size": config.min_group_size,
+        "greedy_baseline": isinstance(config, GRPORunConfig) and config.grpo.adv_estimator.needs_greedy_baseline,
         "writer": writer,
     }
     if not background.enabled:

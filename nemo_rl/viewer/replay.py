@@ -114,6 +114,7 @@ def _check_replayable(config: GRPORunConfig) -> None:
         "grpo.use_dynamic_sampling": (config.grpo.use_dynamic_sampling, False),
         "grpo.async_grpo.enabled": (config.grpo.async_grpo.enabled, False),
         "grpo.adv_estimator.uses_teachers": (config.grpo.adv_estimator.uses_teachers, False),
+        "grpo.adv_estimator.needs_greedy_baseline": (config.grpo.adv_estimator.needs_greedy_baseline, False),
         **{f"reward_penalties.{name}": (True, False) for name in config.reward_penalties.enabled},
     }
     for key, (value, allowed) in required.items():

@@ -17,9 +17,9 @@ def make_batch(
     trajectory_id: Sequence[int] | None = None,
     sample_mask: Sequence[float] | None = None,
     components: dict[str, Sequence[float]] | None = None,
-    **per_token: Sequence[Sequence[float]] | torch.Tensor,
+    **others: Sequence[Sequence[float]] | Sequence[float] | torch.Tensor,
 ) -> TensorDict:
-    """A batch with the keys of the rollout; log-probs and advantages by name, 0 where not given."""
+    """A batch with the keys of the rollout; log-probs, advantages and others by name, those 0 where not given."""
     mask = torch.tensor(token_mask, dtype=torch.float32)
     num_samples, width = mask.shape
     ids = torch.arange(num_samples) if trajectory_id is None else torch.tensor(trajectory_id)
@@ -45,7 +45,7 @@ def make_batch(
         },
         batch_size=[num_samples],
     )
-    for name, values in per_token.items():
+    for name, values in others.items():
         batch[name] = torch.as_tensor(values, dtype=torch.float32)
     return batch
 

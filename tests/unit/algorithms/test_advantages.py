@@ -371,6 +371,11 @@ def test_agrees_with_the_definition(rewards: list[float], leave_one_out: bool) -
         assert std[i] == pytest.approx(expected, abs=1e-9)
 
 
+def test_the_greedy_rollouts_reward_is_subtracted() -> None:
+    batch = make_batch([[0, 1]] * 3, rewards=[1.0, 0.25, 0.5], group_id=[0, 0, 1], baseline_reward=[0.5, 0.5, 1.0])
+    assert estimate(batch, name="remax")[:, 1].tolist() == [0.5, -0.25, -0.5]
+
+
 def test_others_std_is_at_least_half_of_the_groups() -> None:
     """[0, .3 x 6, .3001]: the group's std is .10607, that of the others of the first .0000378."""
     _, std = stats([0.0, *[0.3] * 6, 0.3001], [0] * 8, leave_one_out=True)

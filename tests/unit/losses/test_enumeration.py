@@ -72,6 +72,14 @@ def row(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (1, 0))
 
 
+def greedy_response(logits: Tensor) -> int:
+    """Return the index of the response whose tokens are the likeliest, each given those before."""
+    prefix: Any = ()
+    while len(prefix) < 3:
+        prefix = (*prefix, int(logits[PREFIXES.index(prefix)].argmax()))
+    return RESPONSES.index(prefix)
+
+
 def rows_of(groups: Sequence[Sequence[int]], rewards: Tensor, behavior: Tensor, prev: Tensor) -> TensorDict:
     """Return the batch of these groups of responses, sampled by `behavior`."""
     flat = torch.tensor(groups).flatten()
@@ -84,6 +92,7 @@ def rows_of(groups: Sequence[Sequence[int]], rewards: Tensor, behavior: Tensor, 
         generation_logprobs=row(logprobs_of(behavior)[flat]),
         reference_logprobs=row(logprobs_of(REFERENCE)[flat]),
         teacher_logprobs=row(logprobs_of(TEACHER)[flat]),
+        baseline_reward=rewards[greedy_response(behavior)].repeat(len(flat)),
     )
 
 
@@ -176,6 +185,12 @@ def test_the_lead_over_the_second_best_climbs_the_expected_best_of_the_group(siz
 
     gradient = expected_gradient(SUM, {"name": "grpo_passk", "normalize_rewards": False}, group_size=size)
     assert_minimizes(gradient, lambda z: -best(z) / size)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_greedy_responses_reward_is_a_baseline_that_leaves_the_gradient_as_it_is(size: int) -> None:
+    assert REWARDS[greedy_response(POLICY)] > 0
+    assert_minimizes(expected_gradient(SUM, {"name": "remax"}, group_size=size), lambda z: -expected_reward(z))
 
 
 def test_weighted_by_equal_lengths_the_baseline_is_the_groups_mean() -> None:
@@ -540,7 +555,8 @@ def test_every_loss_and_every_estimator_is_enumerated() -> None:
     policy_gradient = {options.get("type", "ppo") for options, _ in OFF_POLICY.values()}
     assert policy_gradient == {options.get("type", "ppo") for options in ON_POLICY.values()}
     assert policy_gradient | {"distillation"} == set(LOSSES.names)
-    assert set(ADVANTAGE_ESTIMATORS.names) == {"grpo", "grpo_passk", "opo", "gdpo", "reinforce_plus_plus", "opd"}
+    estimators = {"grpo", "grpo_passk", "opo", "remax", "gdpo", "reinforce_plus_plus", "opd"}
+    assert set(ADVANTAGE_ESTIMATORS.names) == estimators
 
 
 # ---- positive examples ----

@@ -232,6 +232,7 @@ GROUP_STD = GROUPS.std(1, ddof=1, keepdims=True)
 GROUP_LENGTHS = np.array([[1, 3, 2, 1], [2, 1, 1, 3]])
 SECOND_BEST = np.sort(GROUPS, axis=1)[:, -2:-1]
 LEAD = np.where(GROUPS.max(1, keepdims=True) == GROUPS, GROUPS - SECOND_BEST, 0.0)
+GREEDY_REWARDS = np.array([[0.25], [1.0]])
 WEIGHTED_MEAN = (GROUPS * GROUP_LENGTHS).sum(1, keepdims=True) / GROUP_LENGTHS.sum(1, keepdims=True)
 PEER_ADVANTAGES: dict[str, Array] = {
     "TRL scale_rewards: group": CENTRED / (GROUP_STD + 1e-4),
@@ -241,6 +242,7 @@ PEER_ADVANTAGES: dict[str, Array] = {
     "verl adv_estimator: grpo, norm_adv_by_std_in_grpo: false": CENTRED,
     "verl adv_estimator: grpo_passk": LEAD / (GROUP_STD + 1e-6),
     "verl adv_estimator: opo": GROUPS - WEIGHTED_MEAN,
+    "verl adv_estimator: remax": GROUPS - GREEDY_REWARDS,
     "verl adv_estimator: rloo": GROUPS - (GROUPS.sum(1, keepdims=True) - GROUPS) / 3,
 }
 
@@ -268,7 +270,8 @@ def test_options_of_the_table_compute_what_the_peer_computes(peer: str, here: st
         assert gradient.numpy() == pytest.approx(gradient_of(PEER_LOSSES[peer]), abs=3e-6)
         return
     masks = [[0] + [1] * length + [0] * (3 - length) for length in GROUP_LENGTHS.ravel()]
-    batch = make_batch(masks, rewards=GROUPS.ravel().tolist(), group_id=[0] * 4 + [1] * 4)
+    greedy = GREEDY_REWARDS.repeat(4, 1).ravel().tolist()
+    batch = make_batch(masks, rewards=GROUPS.ravel().tolist(), group_id=[0] * 4 + [1] * 4, baseline_reward=greedy)
     estimator = make_advantage_estimator(ADVANTAGE_ESTIMATORS.read(options), LOSSES.new())
     assert estimator(batch)[:, 1].numpy() == pytest.approx(PEER_ADVANTAGES[peer].ravel(), abs=1e-6)
 
