@@ -209,6 +209,37 @@ PEER_LOSSES: dict[str, PeerLoss] = {
     "verl kl_loss_type: k3+, kl_loss_coef: 0.1": lambda c: token_mean(
         clipped(ratio(c), 3.0) + 0.1 * (k3(CURRENT) + ((c - REFERENCE) ** 2 - (CURRENT - REFERENCE) ** 2) / 2)
     ),
+    "SkyRL policy_loss_type: regular, loss_reduction: token_mean": dapo(MASK),
+    "SkyRL policy_loss_type: dual_clip, clip_ratio_c: 3.0": lambda c: token_mean(clipped(ratio(c), 3.0)),
+    "SkyRL loss_reduction: sequence_mean": lambda c: mean_of_means(clipped(ratio(c))),
+    "SkyRL loss_reduction: seq_mean_token_sum_norm, max_seq_len: 8": lambda c: sum_over(8)(clipped(ratio(c))),
+    "SkyRL policy_loss_type: gspo, loss_reduction: sequence_mean": lambda c: mean_of_means(
+        clipped(np.exp(mean_log_ratio(CURRENT) + c - CURRENT))
+    ),
+    "SkyRL policy_loss_type: cispo, cispo_eps_clip_low: 0.0, cispo_eps_clip_high: 0.4": lambda c: token_mean(
+        -np.clip(ratio(CURRENT), 1.0, 1.4) * ADVANTAGES * c
+    ),
+    "SkyRL policy_loss_type: sapo, loss_reduction: sequence_mean": lambda c: mean_of_means(soft_gate(ratio(c))),
+    "SkyRL policy_loss_type: clip_cov, clip_ratio: 1.0, clip_cov_lb: 0.05, clip_cov_ub: 5.0": lambda c: token_mean(
+        clip_cov(c)
+    ),
+    "SkyRL policy_loss_type: kl_cov, kl_cov_frac: 0.3, ppo_kl_coef: 0.5": lambda c: token_mean(kl_cov(c)),
+    "SkyRL tis_ratio_type: token, token_tis_ratio_clip_high: 1.5": dapo(np.minimum(TOKEN_WEIGHTS, 1.5)),
+    "SkyRL tis_ratio_type: sequence, sequence_tis_ratio_clip_high: 1.5": dapo(np.minimum(SEQUENCE_WEIGHTS, 1.5)),
+    "slime --advantage-estimator grpo": lambda c: mean_of_means(clipped(ratio(c))),
+    "slime --calculate-per-token-loss": dapo(MASK),
+    "slime --advantage-estimator gspo": lambda c: mean_of_means(clipped(np.exp(mean_log_ratio(c))) * MASK),
+    "slime --eps-clip-c 3.0": lambda c: mean_of_means(clipped(ratio(c), 3.0)),
+    "slime --use-tis --tis-clip 1.5 --tis-clip-low 0.8": lambda c: mean_of_means(
+        np.clip(TOKEN_WEIGHTS, 0.8, 1.5) * clipped(ratio(c))
+    ),
+    "slime --use-rollout-logprobs": lambda c: mean_of_means(clipped(ratio(c, GENERATION))),
+    "slime --use-rollout-logprobs --use-opsm --opsm-delta 0.1": lambda c: mean_of_means(
+        near_policy(0.1) * clipped(ratio(c, GENERATION))
+    ),
+    "slime --use-kl-loss --kl-loss-type low_var_kl --kl-loss-coef 0.1": lambda c: mean_of_means(
+        clipped(ratio(c)) + 0.1 * k3(c)
+    ),
     "prime-rl loss.type: default": lambda c: token_mean(prime_rl(c, is_symmetric=False, bound=0.2)),
     "prime-rl loss.type: ipo": lambda c: token_mean(prime_rl(c, is_symmetric=True, bound=0.1)),
     "AReaL use_decoupled_loss: true, behav_imp_weight_cap: 1.5": dapo(masked(TOKEN_WEIGHTS, 1.5)),
@@ -244,6 +275,11 @@ PEER_ADVANTAGES: dict[str, Array] = {
     "verl adv_estimator: opo": GROUPS - WEIGHTED_MEAN,
     "verl adv_estimator: remax": GROUPS - GREEDY_REWARDS,
     "verl adv_estimator: rloo": GROUPS - (GROUPS.sum(1, keepdims=True) - GROUPS) / 3,
+}
+PEER_ADVANTAGES |= {
+    "SkyRL advantage_estimator: grpo": PEER_ADVANTAGES["verl adv_estimator: grpo"],
+    "SkyRL advantage_estimator: grpo, grpo_norm_by_std: false": CENTRED,
+    "SkyRL advantage_estimator: rloo": PEER_ADVANTAGES["verl adv_estimator: rloo"],
 }
 
 
