@@ -16,8 +16,7 @@ FOREVER = 1_000_000_000  # training steps
 UNMAPPED = Cause("layout", "Megatron trains models of type {types}; write {key}.megatron_cfg.enabled: false for FSDP2")
 SWITCHED = (
     "{key}: Megatron does not map {model}, so FSDP2 trains it (--allow-unsupported): a rank holds whole layers and "
-    "sequences, policy.optimizer and policy.scheduler are those of megatron_cfg, and weight decay also reaches norms "
-    "and biases"
+    "sequences, and policy.optimizer and policy.scheduler are those of megatron_cfg"
 )
 
 
@@ -83,7 +82,7 @@ def _optimizer_and_schedule(section: dict[str, Any]) -> dict[str, Any]:
         kwargs |= {"betas": [own.adam_beta1, own.adam_beta2], "eps": own.adam_eps}
         optimizer = {"name": "torch.optim.AdamW", "kwargs": kwargs}
     schedule = MegatronSchedulerConfig.model_validate(section.get("scheduler") or {})
-    return {"optimizer": optimizer, "scheduler": _stages(schedule, own)}
+    return {"optimizer": optimizer | {"decay_norm_and_bias": False}, "scheduler": _stages(schedule, own)}
 
 
 def _stages(schedule: MegatronSchedulerConfig, optimizer: MegatronOptimizerConfig) -> list[dict[str, Any]] | None:

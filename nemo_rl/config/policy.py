@@ -329,6 +329,8 @@ class OptimizerConfig(Section):
     name: str = "torch.optim.AdamW"  # a dotted path
     # keyword arguments of the optimizer
     kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999]})
+    # whether weight decay reaches norms and biases, the tensors of one dimension; TRL's and Megatron's does not
+    decay_norm_and_bias: bool = True
 
 
 class SchedulerStageConfig(Section):

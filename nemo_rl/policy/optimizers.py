@@ -36,10 +36,30 @@ def make_optimizer(
     key = "policy.optimizer"
     cls = _resolve(f"{key}.name", config.optimizer.name, Optimizer)
     kwargs = {k: tuple(v) if isinstance(v, list) else v for k, v in config.optimizer.kwargs.items()}
-    _check_kwargs(f"{key}.kwargs", kwargs, _keyword_names(cls))
+    keywords = _keyword_names(cls)
+    _check_kwargs(f"{key}.kwargs", kwargs, keywords)
+    if not config.optimizer.decay_norm_and_bias and keywords is not None and "weight_decay" not in keywords:
+        raise ConfigError(f"{key}.decay_norm_and_bias", False, f"{cls.__name__} has no weight_decay; allowed: true")
     if cls in (torch.optim.Adam, torch.optim.AdamW) and not kwargs.keys() & {"fused", "foreach", "differentiable"}:
         kwargs["fused"] = True
     return _build(f"{key}.kwargs", config.optimizer.kwargs, cls, parameters, kwargs)
+
+
+def parameter_groups(
+    weights: Iterable[tuple[int, torch.nn.Parameter]], *, decay_norm_and_bias: bool
+) -> list[dict[str, Any]]:
+    """Return an optimizer's parameter groups of (number of dimensions, parameter) pairs, without empty ones.
+
+    One group, or else one with weight decay and one without, of the tensors of one dimension: norms and biases.
+    """
+    pairs = list(weights)
+    if decay_norm_and_bias:
+        return [{"params": [parameter for _, parameter in pairs]}]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for ndim, parameter in pairs if ndim > 1]},
+        {"params": [parameter for ndim, parameter in pairs if ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def make_scheduler(config: PolicyConfig | RewardModelPolicyConfig, optimizer: Optimizer) -> LRScheduler | None:

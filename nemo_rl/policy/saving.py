@@ -83,7 +83,7 @@ class BackgroundSave:
 
     def begin_optimizer(self, module: nn.Module, optimizer: Optimizer, directory: Path) -> None:
         """Begin to write an optimizer's state; called on every rank, each of which writes its part."""
-        self._begin_state(get_optimizer_state_dict(module, optimizer), directory, self._stager)
+        self._begin_state(_as_one_group(get_optimizer_state_dict(module, optimizer)), directory, self._stager)
 
     def begin_state(self, copies: Mapping[str, Any], directory: Path) -> None:
         """Begin to write an optimizer's state dict of copies, keyed by parameter name; called on every rank."""
@@ -158,9 +158,26 @@ def save_weights(
 
 
 def load_optimizer(module: nn.Module, optimizer: Optimizer, directory: Path) -> None:
-    """Load an optimizer's state; raises CheckpointError for that of another optimizer or model."""
-    state = load_state(get_optimizer_state_dict(module, optimizer), directory)
-    set_optimizer_state_dict(module, optimizer, state)
+    """Load an optimizer's state, except for its weight decay, which is the recipe's.
+
+    Raises:
+        CheckpointError: the state is that of another optimizer or model.
+    """
+    own: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
+    found = load_state(_as_one_group(own), directory)
+    (saved,) = found["param_groups"]
+    kept = ("params", "weight_decay")
+    groups = [saved | {key: group[key] for key in kept if key in group} for group in own["param_groups"]]
+    set_optimizer_state_dict(module, optimizer, found | {"param_groups": groups})
+
+
+def _as_one_group(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with all its parameters in one group, whatever `decay_norm_and_bias` is.
+
+    So a checkpoint can be loaded with either.
+    """
+    groups = state["param_groups"]
+    return state | {"param_groups": [groups[0] | {"params": [name for group in groups for name in group["params"]]}]}
 
 
 def load_state(state: dict[str, Any], directory: Path) -> dict[str, Any]:

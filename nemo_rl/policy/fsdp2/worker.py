@@ -102,7 +102,9 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
             self._reference = AdaptersDisabled(self.module, self._adapters)
         elif needs_reference:
             self._reference, _ = self._load_module(model_path, temperature, is_frozen=True)
-        self._optimizer = optimizers.make_optimizer(config, [p for p in self.module.parameters() if p.requires_grad])
+        trained = [(p.ndim, p) for p in self.module.parameters() if p.requires_grad]
+        groups = optimizers.parameter_groups(trained, decay_norm_and_bias=config.optimizer.decay_norm_and_bias)
+        self._optimizer = optimizers.make_optimizer(config, groups)
         self._scheduler = optimizers.make_scheduler(config, self._optimizer)
         self._trainer = FSDP2Trainer(
             module=self.module,

@@ -15,6 +15,7 @@ from nemo_rl.policy.hf_model import LoadedTensors
 from nemo_rl.policy.host_copies import HostCopies
 from nemo_rl.policy.megatron import parallel
 from nemo_rl.policy.megatron.weights import StageWeights
+from nemo_rl.policy.optimizers import parameter_groups
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.saving import load_state
 
@@ -93,16 +94,10 @@ class MainWeights:
         """Return the main weights; some are parameters of the module."""
         return [main.detach() for main in self._main]
 
-    def groups(self, *, with_decay_of_all: bool) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups: decayed weights, and biases and norms."""
-        if with_decay_of_all:
-            return [{"params": self._main}]
-        pairs = list(zip(self._model_parameters, self._main, strict=True))
-        groups: list[dict[str, Any]] = [
-            {"params": [main for p, main in pairs if p.ndim > 1]},
-            {"params": [main for p, main in pairs if p.ndim == 1], "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
+    def groups(self, *, decay_norm_and_bias: bool) -> list[dict[str, Any]]:
+        """Return the optimizer's parameter groups, by the dimensions of the whole weights."""
+        pairs = ((p.ndim, main) for p, main in zip(self._model_parameters, self._main, strict=True))
+        return parameter_groups(pairs, decay_norm_and_bias=decay_norm_and_bias)
 
     def copy_gradients_from_buffers(self) -> None:
         """Set the gradients from Megatron's buffers; float32 buffers are not copied."""

@@ -51,11 +51,11 @@ def learning_rate_factor(section: TrainedMegatronConfig, lr: float) -> Callable[
 def _torch_optimizer(section: MegatronOptimizerConfig) -> OptimizerConfig:
     if section.optimizer == "sgd":
         kwargs = {"lr": section.lr, "momentum": section.sgd_momentum, "weight_decay": section.weight_decay}
-        return OptimizerConfig(name="torch.optim.SGD", kwargs=kwargs)
+        return OptimizerConfig(name="torch.optim.SGD", kwargs=kwargs, decay_norm_and_bias=False)
     kwargs = {
         "lr": section.lr,
         "betas": [section.adam_beta1, section.adam_beta2],
         "eps": section.adam_eps,
         "weight_decay": section.weight_decay,
     }
-    return OptimizerConfig(name="torch.optim.AdamW", kwargs=kwargs)
+    return OptimizerConfig(name="torch.optim.AdamW", kwargs=kwargs, decay_norm_and_bias=False)

@@ -136,7 +136,7 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
             self._main.divide(self._distributed)
         self._has_gradient_buffers = True
         torch_names = to_torch_config(config)
-        groups = self._main.groups(with_decay_of_all=section.optimizer is None)
+        groups = self._main.groups(decay_norm_and_bias=torch_names.optimizer.decay_norm_and_bias)
         self._optimizer = optimizers.make_optimizer(torch_names, groups)
         self._scheduler = optimizers.make_scheduler(torch_names, self._optimizer)
         self._state = OptimizerState(self._optimizer, self._main, self._weights, layout)

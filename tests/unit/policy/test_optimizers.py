@@ -49,6 +49,10 @@ def test_single_scheduler_needs_no_list() -> None:
     ("sections", "message"),
     [
         ({"optimizer": {"kwargs": {"lrr": 1e-3}}}, r"policy\.optimizer\.kwargs\.lrr .*did you mean .*kwargs\.lr\?"),
+        (
+            {"optimizer": {"name": "torch.optim.LBFGS", "kwargs": {}, "decay_norm_and_bias": False}},
+            r"policy\.optimizer\.decay_norm_and_bias = False: LBFGS has no weight_decay",
+        ),
         ({"optimizer": {"kwargs": {"lr": -1}}}, r"policy\.optimizer\.kwargs .*Invalid learning rate"),
         ({"optimizer": {"name": "torch.optim.adamw"}}, r"policy\.optimizer\.name .*"),
         ({"optimizer": {"name": "torch.optim.Adamw"}}, r"policy\.optimizer\.name .*did you mean torch\.optim\.AdamW"),
