@@ -371,6 +371,21 @@ def test_agrees_with_the_definition(rewards: list[float], leave_one_out: bool) -
         assert std[i] == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_each_group_is_as_alone_whatever_the_sizes_of_others(leave_one_out: bool) -> None:
+    """Equal rewards, one that differs a little, and a single one, beside the largest group."""
+    groups = [[0.25] * 3, [0.0, 0.25, 0.25, 0.25390625], [0.5], [0.75] * 2, [1.0, 0.0, 0.0, 0.5, 0.25, 1.0, 0.0, 1.0]]
+    rewards, ids = [r for group in groups for r in group], [i for i, group in enumerate(groups) for _ in group]
+    baselines, stds = stats(rewards, ids, leave_one_out)
+    for group in groups:
+        for i, reward in enumerate(group):
+            peers = group[:i] + group[i + 1 :] if leave_one_out else group
+            std = statistics.stdev(peers) if len(peers) > 1 else 0.0
+            floor = statistics.stdev(group) / 2 if leave_one_out and std > 0 else 0.0
+            assert baselines.pop(0) == pytest.approx(statistics.fmean(peers) if peers else reward)
+            assert stds.pop(0) == pytest.approx(max(std, floor), abs=1e-12)
+
+
 def test_the_greedy_rollouts_reward_is_subtracted() -> None:
     batch = make_batch([[0, 1]] * 3, rewards=[1.0, 0.25, 0.5], group_id=[0, 0, 1], baseline_reward=[0.5, 0.5, 1.0])
     assert estimate(batch, name="remax")[:, 1].tolist() == [0.5, -0.25, -0.5]

@@ -1,4 +1,6 @@
 import inspect
+import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from transformers import (
 from nemo_rl.errors import ConfigError
 from nemo_rl.loss_types import RequiredScores
 from nemo_rl.policy import attention
-from nemo_rl.policy.attention import PackedSequences
+from nemo_rl.policy.attention import PackedSequences, check_packed_attention
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
 from tests.unit.policy.test_logprobs import LargestTensor
@@ -148,3 +150,29 @@ def test_a_window_that_is_in_the_mask_alone_is_refused_however_long_it_is() -> N
     with pytest.raises(ConfigError, match="mix the sequences of a pack"):
         CausalLogprobs(model, temperature=1.0, chunk_size=None, packing_key=KEY)
     assert model.config.sliding_window == 4096
+
+
+class Leaky(LlamaForCausalLM):
+    """Scales the logits of packed sequences by 1 + `relative`, and adds `leak`."""
+
+    leak, relative = 0.0, 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        if "pack" in kwargs:
+            output.logits = output.logits * (1 + self.relative) + self.leak
+        return output
+
+
+@pytest.mark.parametrize(
+    ("leak", "relative", "is_refused"),
+    [(5e-5, 0, False), (3e-4, 0, True), (-3e-4, 0, True), (math.nan, 0, True), (0, 5e-5, False), (0, 1e-2, True)],
+)
+def test_packing_is_refused_above_a_difference_that_rounding_may_have(
+    leak: float, relative: float, is_refused: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Leaky(LlamaConfig(**{**SIZES, "initializer_range": 0.02}))  # logits below 1
+    model.leak, model.relative = leak, relative
+    with pytest.raises(ConfigError, match="mix the sequences") if is_refused else nullcontext():
+        check_packed_attention(model, KEY)
