@@ -18,10 +18,12 @@ from typing import Any
 
 from nemo_rl.command_line import Command, ExitCode
 from nemo_rl.distributed.machine import unused_port
+from nemo_rl.environments.nemo_gym import supervisor
 from nemo_rl.errors import ConfigError, GenerationError
 from nemo_rl.launch.trained_model import TrainedModel, add_model_arguments, chosen_model
 from nemo_rl.trained.serve_command import server_command, server_environment
 
+END_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # for the supervisor to end
 START_S = 900.0  # for vLLM to load the model and to compile
 ANSWER_S = 600.0  # without a token
 LOG_TAIL = 2000  # characters of the server's log in an error
@@ -90,17 +92,17 @@ def _describe(error: Exception) -> str:
 def serving(trained: TrainedModel) -> Iterator[str]:
     """Run a server of the model on this machine for the time of the block; yield its address, which ends in /v1.
 
-    Raises GenerationError if it does not come up.
+    The server also ends with this process, however that ends. Raises GenerationError if it does not come up.
     """
     port = unused_port()
-    command = server_command(trained, host="127.0.0.1", port=port)
+    command = [sys.executable, supervisor.__file__, *server_command(trained, host="127.0.0.1", port=port)]
     with TemporaryDirectory() as directory:
         log = Path(directory) / "server.log"
         with log.open("wb") as output:
             server = subprocess.Popen(
                 command,
                 env=server_environment(trained),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # the supervisor ends the server when it is closed
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for the chat alone
@@ -124,9 +126,10 @@ def _wait_until_up(url: str, server: "subprocess.Popen[bytes]", log: Path) -> No
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:
-    server.terminate()
+    assert server.stdin is not None
+    server.stdin.close()
     try:
-        server.wait(30)
+        server.wait(END_S)
     except subprocess.TimeoutExpired:
         os.killpg(server.pid, signal.SIGKILL)  # its engine's processes too
         server.wait()

@@ -1,7 +1,10 @@
 """A chat's turns against a server that streams as OpenAI's API does; what goes wrong is told, and takes a turn back."""
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
@@ -117,3 +120,53 @@ def test_options_of_vllm_come_last_and_so_win(run: Path) -> None:
 @pytest.mark.parametrize("port", ["0", "65536", "-1"])
 def test_a_port_that_does_not_exist_is_bad_input(run: Path, port: str) -> None:
     assert run_cli(["serve", str(run), "--port", port]) == 2
+
+
+# Serves /health on the port that it is given, as vLLM does, and starts a process that would outlive it.
+SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(sys.argv[2], "a").write(f"{child.pid}\\n")
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+# Opens a chat's server, tells so, and waits.
+CHAT = """
+import os, sys, time
+from nemo_rl.trained import chat_command
+
+program, pids = sys.argv[1:]
+chat_command.server_command = lambda trained, host, port: [sys.executable, "-c", program, str(port), pids]
+chat_command.server_environment = lambda trained: dict(os.environ)
+with chat_command.serving(None):
+    print("up", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_the_server_and_its_processes_end_with_a_chat_that_is_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    words = [sys.executable, "-c", CHAT, SERVER, str(pids)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as chat:
+        assert chat.stdout is not None
+        assert chat.stdout.readline() == b"up\n"
+        (child,) = map(int, pids.read_text().split())
+        assert Path(f"/proc/{child}").exists()
+        chat.kill()
+    deadline = time.monotonic() + 60
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(child)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process exists and is not waiting to be collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
