@@ -1,10 +1,14 @@
 """Shared test settings: property tests that draw the same examples in every run, and what runs side by side.
 
-`pytest -n 2` (pytest-xdist) shares the suite between two processes by file. Of the contract tests, those that share
-ranks stay together, and so do those that share engines; they begin first, since they take longest.
+`pytest -n 2` (pytest-xdist) shares the suite between two processes by file. Of the contract tests, those that use the
+shared ranks stay together, and so do those that use the shared engines, or the shared server; they begin first, since
+they take longest.
 """
 
 import os
+import re
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; what the tests start inherits it
@@ -27,8 +31,13 @@ hypothesis.settings.register_profile(  # for scripts/mutate, which asks only whe
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+ROOT = Path(__file__).parents[1]
 CONTRACTS = "tests/contracts/"
-ON_RANKS = tuple(f"{CONTRACTS}test_{name}" for name in ("distillation", "policy", "sft_loss"))
+SHARED = {  # by what the tests of a file ask for (tests/contracts/conftest.py): started once if they run in one process
+    "ranks": re.compile(r"\b(run: Layouts|pool: RankPool)\b"),
+    "engines": re.compile(r"\bengines: Any\b"),
+    "server": re.compile(r"\bserved_url\b"),
+}
 # Unit tests that start processes, serve HTTP, compile or wait; `scripts/test --fast` leaves them out.
 HEAVY = {
     "tests/unit/": ("distributed/", "jobs/", "test_bad_commands", "test_bad_keys", "test_leaves", "test_malformed_http",
@@ -54,10 +63,16 @@ FIRST = (CONTRACTS, "tests/functional/", "tests/browser/")  # by how long they t
 
 
 def unit_of_work(nodeid: str) -> str:
-    """Return what runs in one process and in order: a file, or the contract tests that share ranks, or engines."""
-    if nodeid.startswith(CONTRACTS):
-        return "ranks" if nodeid.startswith(ON_RANKS) else "engines"
-    return nodeid.partition("::")[0]
+    """Return what runs in one process and in order: a file, or the contract tests that share what `SHARED` names."""
+    file = nodeid.partition("::")[0]
+    return _shared_part(file) if file.startswith(CONTRACTS) else file
+
+
+@cache
+def _shared_part(file: str) -> str:
+    """Return the name of what the file's tests share with those of others, the file itself if there is nothing."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return next((name for name, pattern in SHARED.items() if pattern.search(text)), file)
 
 
 @pytest.hookimpl(optionalhook=True)
