@@ -3,7 +3,6 @@
 import asyncio
 import importlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,6 +13,7 @@ import torch
 from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.cluster import connect
 from nemo_rl.environments.metrics import calculate_pass_rate_per_prompt
 from nemo_rl.environments.registry import make_environment
 from nemo_rl.environments.utils import chunk_list_to_workers
@@ -43,17 +43,8 @@ def run_turns(
     return asyncio.run(run())  # pyright: ignore[reportReturnType]
 
 
-@pytest.fixture
-def local_ray() -> Iterator[None]:
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, ignore_reinit_error=True)
-    yield
-    ray.shutdown()
-
-
-@pytest.mark.usefixtures("local_ray")
 def test_a_math_environment_with_ray_workers_runs_in_an_actor() -> None:
+    connect(num_cpus=2)  # the session's local Ray: one without its token would leave none to later tests
     states = [{"ground_truth": "7"}, {"ground_truth": "8"}, {"ground_truth": "9"}]
     ((right, wrong, also),) = run_turns("MathEnvironment", {"num_workers": 2}, [["3+4=7", "=7", "= 9"]], states)
     assert right == EnvStep(
