@@ -20,8 +20,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_rl.command_line import ExitCode, run_command
-from nemo_rl.compat.script_data import PASS_THROUGH, RecipeData, check_origin, open_datasets, open_processors
+from nemo_rl.compat.script_data import RecipeData, check_origin, open_datasets, open_processors
 from nemo_rl.compat.script_environments import BuiltIn, name_environments, open_environments
+from nemo_rl.compat.translation import PASS_THROUGH
 from nemo_rl.config import loading
 from nemo_rl.config.master import GRPORunConfig
 from nemo_rl.config.overrides import apply_override

@@ -14,6 +14,7 @@ from typing import Any
 
 from nemo_rl.compat.data_sections import FOREVER, name_prompt
 from nemo_rl.compat.data_types import DatumSpec, TaskDataSpec
+from nemo_rl.compat.translation import PASS_THROUGH
 from nemo_rl.config.data import DatasetConfig, DatasetEntry
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.recipe_files import at
@@ -28,7 +29,6 @@ from nemo_rl.types import Message, Prompt
 
 logger = logging.getLogger(__name__)
 
-PASS_THROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MAX_PROMPTS = 10_000  # read of a dataset that only iterates, which may have no end
 TRAIN, VALIDATION = "script_train", "script_validation"  # entries of the datasets of a script
 DataConfig = dict[str, Any]  # the section `data`

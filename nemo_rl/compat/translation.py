@@ -21,6 +21,7 @@ from nemo_rl.compat.tables import (
     apply_rules,
     choose_backend,
     find_models,
+    find_named_models,
     find_release,
     load_table,
     reach,
@@ -39,6 +40,8 @@ ENGINE = Cause("speed", "vLLM samples the same distribution; write policy.genera
 FP8 = Cause("speed", "engines and layers compute in bfloat16 or float32")
 NO_TEACHER_LIST = Cause("results", "teachers are named by task: teachers.<task>, or teacher for all")
 SERVED_TEMPLATE = Cause("results", "the gateway renders what the policy is trained on: policy.tokenizer.chat_template")
+PASS_THROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+PASSED_THROUGH = "{key}.tokenizer.chat_template: null joins the contents of messages without any text between them"
 OWN_VARIABLES = ("NRL_", "NEMO_RL_")  # NeMo-RL's own switches
 _RATIO_OPTIONS = ("force_on_policy_ratio", "ratio_clip_c")
 # NeMo-RL's switches of `loss_fn`: the loss that each turns on (ppo without any), and the options that it excludes.
@@ -269,6 +272,15 @@ def _translate_served_chat(config: dict[str, Any], engine: Any, report: Report) 
         report.refuse(f"{key}.chat_template", template, SERVED_TEMPLATE)
 
 
+def _pass_messages_through(config: dict[str, Any], report: Report) -> None:
+    """Write the template that `chat_template: null` means in NeMo-RL; without the key it is the tokenizer's own."""
+    for key, model in find_named_models(config) if report.release is not None else ():
+        tokenizer = model.get("tokenizer")
+        if isinstance(tokenizer, dict) and tokenizer.get("chat_template", "default") is None:
+            tokenizer["chat_template"] = PASS_THROUGH
+            report.notes.append(PASSED_THROUGH.format(key=key))
+
+
 def _translate_gym(config: dict[str, Any], report: Report) -> None:
     """Move NeMo Gym's tags and patterns to `reward_penalties`."""
     section = at(config, ["env", "nemo_gym"])
@@ -338,6 +350,7 @@ _STEPS: tuple[Callable[[dict[str, Any], Report], None], ...] = (
     moe_sections.translate_routers,
     _translate_validation,
     _translate_engine,
+    _pass_messages_through,
     data_sections.translate_loaders,
     environment_sections.translate_environments,
     _translate_gym,

@@ -119,6 +119,25 @@ def test_preference_data_keep_their_fields_and_sets() -> None:
     assert several.checkpointing.metric_name == "val:second/loss"
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("null", "{% for message in messages %}{{ message['content'] }}{% endfor %}"), ("default", None), ("t.j", "t.j")],
+)
+@pytest.mark.parametrize("family", ["grpo", "sft", "eval"])
+def test_a_null_chat_template_passes_the_contents_through(
+    family: str, written: str, meant: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = f"{'' if family == 'eval' else 'policy.'}tokenizer.chat_template"
+    config = load(Path(__file__).parent / "recipes" / "main" / f"{family}.yaml", [f"++{key}={written}"])
+    assert config.policy.tokenizer.chat_template == meant
+    assert ("chat_template: null joins the contents of messages" in caplog.text) == (written == "null")
+
+
+def test_a_null_chat_template_of_a_recipe_of_this_project_is_the_tokenizers() -> None:
+    recipe = Path(__file__).parents[2] / "examples" / "configs" / "quickstart.yaml"
+    assert load(recipe, ["policy.tokenizer.chat_template=null"]).policy.tokenizer.chat_template is None
+
+
 OWN = sorted((Path(__file__).parent / "own").glob("*.yaml"))
 FLAT = {  # what the flat `data` section of 0.5 does not say, in this project's terms
     "dpo": ["~data.train.split", "++data.default={}"],

@@ -36,6 +36,7 @@ from nemo_rl.compat.script_data import (
     read_datum,
 )
 from nemo_rl.compat.script_environments import BuiltIn, MathEnvironment, open_environments
+from nemo_rl.compat.translation import PASS_THROUGH
 from nemo_rl.config.registries import DATASETS, ENVIRONMENTS, PROCESSORS
 from nemo_rl.data.prompt_sets import split_rows
 from nemo_rl.errors import ConfigError
@@ -165,7 +166,7 @@ def test_datasets_of_a_script_become_entries(tokenizer: Any) -> None:
         (row,) = DATASETS.entry(TRAIN, key="").make(section, 0)
         assert PROCESSORS.entry(TRAIN, key="").make(row, None).messages[0].content == "a"
     assert TRAIN not in DATASETS.names
-    assert written["policy"]["tokenizer"] == {"name": "m", "chat_template": script_data.PASS_THROUGH}
+    assert written["policy"]["tokenizer"] == {"name": "m", "chat_template": PASS_THROUGH}
     with open_datasets(written := recipe(), tokenizer, rows, None):
         assert (written["data"]["validation"], written["checkpointing"]["metric_name"]) == (None, None)
 
