@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl.compat.checkpoint_tensors import (
     METADATA_FILE,
@@ -21,10 +22,11 @@ from nemo_rl.compat.checkpoint_tensors import (
     SafetensorsShards,
     SavedTensors,
 )
+from nemo_rl.compat.lora_checkpoints import WEIGHTS_FILE, merged_weights
 from nemo_rl.config.recipe_files import at
 from nemo_rl.durable_files import complete_or_absent
 from nemo_rl.errors import CheckpointError, ConfigError, describe_error
-from nemo_rl.policy.hf_model import empty_model, tied_names
+from nemo_rl.policy.hf_model import empty_model, load_model, tied_names
 from nemo_rl.policy.megatron.mapping import VocabularyRows, Weight, iter_model_weights
 from nemo_rl.policy.saving import save_weights
 
@@ -55,9 +57,7 @@ def convert(checkpoint: Path, output: Path, *, model_name: str | None = None) ->
     above = (checkpoint.absolute(), *checkpoint.absolute().parents[:3])
     step = next((one for one in above if (one / "policy").is_dir()), checkpoint)
     recipe = _read_recipe(step / RECIPE_FILE)
-    saved, is_megatron = open_tensors(checkpoint)
-    model = _find_model(saved.directory, recipe, model_name)
-    names = _megatron_names(saved, model) if is_megatron else _plain_names(saved, model)
+    model, names = _open_weights(checkpoint, recipe, model_name)
     tensors = dict(names)
     precision = at(recipe, ["policy", "precision"])
     dtype = precision if isinstance(precision, str) else str(next(iter(tensors.values())).dtype).removeprefix("torch.")
@@ -68,18 +68,32 @@ def convert(checkpoint: Path, output: Path, *, model_name: str | None = None) ->
     return len(tensors)
 
 
+def _open_weights(
+    checkpoint: Path, recipe: dict[str, Any], model_name: str | None
+) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
+    """Return a model of the trained structure, and its weights; those of adapters are merged into the base model's."""
+    adapted = next((each for each in _weight_directories(checkpoint) if (each / WEIGHTS_FILE).is_file()), None)
+    if adapted is not None:
+        base = load_model(*_find_model(adapted, recipe, model_name))
+        return base, merged_weights(adapted, base)
+    saved, is_megatron = open_tensors(checkpoint)
+    model = empty_model(*_find_model(saved.directory, recipe, model_name))
+    return model, _megatron_names(saved, model) if is_megatron else _plain_names(saved, model)
+
+
+def _weight_directories(checkpoint: Path) -> tuple[Path, ...]:
+    """Return where a checkpoint may have its weights."""
+    weights = checkpoint / "policy" / "weights"
+    weights = weights if weights.is_dir() else checkpoint
+    return (weights, weights / "model", *sorted(weights.glob("iter_*"))[-1:])
+
+
 def open_tensors(checkpoint: Path) -> tuple[SavedTensors, bool]:
     """Return the tensors of a checkpoint and whether Megatron saved them.
 
     Raises ConfigError if there are none, and CheckpointError for those of another kind.
     """
-    weights = checkpoint / "policy" / "weights"
-    weights = weights if weights.is_dir() else checkpoint
-    iterations = sorted(weights.glob("iter_*"))
-    for directory in (weights, weights / "model", *iterations[-1:]):
-        if (directory / "adapter_model.safetensors").is_file():
-            problem = "holds LoRA adapters: merge them with peft's merge_and_unload, or train on with NeMo-RL"
-            raise CheckpointError(f"{directory} {problem}")
+    for directory in _weight_directories(checkpoint):
         if (directory / METADATA_FILE).is_file():
             return DistributedTensors(directory), (directory / "metadata.json").is_file()
         if (directory / "config.json").is_file():
@@ -101,8 +115,8 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     return recipe if isinstance(recipe, dict) else {}
 
 
-def _find_model(directory: Path, recipe: dict[str, Any], model_name: str | None) -> PreTrainedModel:
-    """Return the structure of the trained model: named, described in the checkpoint, or named by its recipe."""
+def _find_model(directory: Path, recipe: dict[str, Any], model_name: str | None) -> tuple[str, Mapping[str, Any]]:
+    """Return name and overrides of the trained model: named, described in the checkpoint, or named by its recipe."""
     described = directory / ".hf_metadata"
     overrides = at(recipe, ["policy", "hf_config_overrides"])
     if model_name is None and (described / "config.json").is_file():
@@ -110,12 +124,13 @@ def _find_model(directory: Path, recipe: dict[str, Any], model_name: str | None)
     name = model_name or at(recipe, ["policy", "model_name"])
     if not isinstance(name, str):
         raise ConfigError("model", name, "the checkpoint does not name its model; name it with --model")
-    return empty_model(name, overrides if isinstance(overrides, Mapping) else {})
+    return name, overrides if isinstance(overrides, Mapping) else {}
 
 
 def _plain_names(saved: SavedTensors, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that were saved under Hugging Face's names, tied ones once."""
-    groups, shapes = tied_names(model), model.state_dict()
+    """Yield the tensors that were saved under the names of Hugging Face's files, one per expert, tied ones once."""
+    shapes, tied = revert_weight_conversion(model, dict(model.state_dict())), tied_names(model)
+    groups = {name: tied.get(name, {name}) for name in shapes}
     prefix = WRAPPER if any(WRAPPER + name in saved.shapes for name in groups) else ""
     keys = {  # by the first name of each tensor
         name: next((prefix + one for one in (name, *sorted(groups[name])) if prefix + one in saved.shapes), None)

@@ -1,6 +1,7 @@
 """`nemo-rl convert` of checkpoints of one process; tests/contracts/test_nemo_rl_checkpoints.py has those of ranks."""
 
 import io
+import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,7 +33,7 @@ State = dict[str, Any]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
-    return {name: saved_model(name, directory) for name in ("llama", "qwen2")}
+    return {name: saved_model(name, directory) for name in ("llama", "qwen2", "qwen3_moe")}
 
 
 def state_of(model: Path) -> State:
@@ -97,6 +100,100 @@ def test_weights_and_tokenizer_are_those_of_the_checkpoint(
     assert AutoTokenizer.from_pretrained(output).chat_template == make_tokenizer().chat_template
     assert AutoModelForCausalLM.from_pretrained(output).dtype == torch.bfloat16
     assert [path.name for path in output.parent.iterdir()] == ["hf"]
+
+
+LAYERS = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qv"]
+
+
+def save_adapters(weights: Path, model: Path, **config: Any) -> Path:
+    """Write the files that NeMo-RL's Automodel writes of LoRA: peft's, in bfloat16, with its own description beside."""
+    directory = weights / "model"
+    directory.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(3)
+    shapes = {layer: state_of(model)[f"{layer}.weight"].shape for layer in LAYERS}
+    sizes = {
+        f"{layer}.lora_{part}": (4, n) if part == "A" else (m, 4) for layer, (m, n) in shapes.items() for part in "AB"
+    }
+    tensors = {
+        f"base_model.model.{name}.weight": torch.randn(size, generator=generator).bfloat16()
+        for name, size in sizes.items()
+    }
+    save_file(tensors, directory / "adapter_model.safetensors")
+    description = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 32, "bias": "none", "use_dora": False,
+        "target_modules": LAYERS, "base_model_name_or_path": str(model),
+    }  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(description | config))
+    (directory / "automodel_peft_config.json").write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3_moe"])
+def test_adapters_are_merged_into_the_base_model_bit_for_bit_as_peft_does(
+    model: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    step, output = make_step(tmp_path, models[model]), tmp_path / "hf"
+    adapters = save_adapters(step / "policy" / "weights", models[model])
+    convert(step, output)
+    base = AutoModelForCausalLM.from_pretrained(models[model], dtype=torch.float32)
+    expected = PeftModel.from_pretrained(base, adapters, autocast_adapter_dtype=True).merge_and_unload().state_dict()
+    found, before = state_of(output), state_of(models[model])
+    assert found.keys() == expected.keys() == before.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+        assert torch.equal(tensor, before[name]) == (name.removesuffix(".weight") not in LAYERS), name
+    assert AutoTokenizer.from_pretrained(output).chat_template == make_tokenizer().chat_template
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"use_dora": True}, "has use_dora: True: only plain LoRA is merged"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save: \['lm_head'\]"),
+        ({"r": "four"}, "no LoRA adapters that can be read"),
+    ],
+)
+def test_adapters_of_another_form_are_refused_by_its_name(
+    config: dict[str, Any], problem: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    step = make_step(tmp_path, models["llama"])
+    save_adapters(step / "policy" / "weights", models["llama"], **config)
+    with pytest.raises(CheckpointError, match=problem):
+        convert(step, tmp_path / "out")
+
+
+def test_adapters_of_layers_that_the_model_lacks_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    step = make_step(tmp_path, models["llama"])
+    directory = save_adapters(step / "policy" / "weights", models["llama"])
+    tensors = load_file(directory / "adapter_model.safetensors")
+    for added, problem in (
+        ("model.layers.7.mlp.up_proj.lora_A", r"no layer for, e.g. model\.layers\.7\.mlp\.up_proj"),
+        (f"{LAYERS[0]}.lora_magnitude", r"no layer for, e.g. .*lora_magnitude"),
+        (f"{LAYERS[0]}.lora_A", r"q_proj has the shapes \(32, 4\) and \(3, 3\), its weight \(32, 32\)"),
+    ):
+        save_file(
+            {**tensors, f"base_model.model.{added}.weight": torch.ones(3, 3)}, directory / "adapter_model.safetensors"
+        )
+        with pytest.raises(CheckpointError, match=problem):
+            convert(step, tmp_path / "out")
+
+
+@pytest.mark.parametrize("form", ["wrapped", "plain", "safetensors"])
+def test_experts_are_read_one_by_one_as_the_models_files_hold_them(
+    form: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = models["qwen3_moe"]
+    state = load_file(model / "model.safetensors")
+    assert any("experts.0.gate_proj.weight" in name for name in state)
+    trained = {name: tensor + torch.rand_like(tensor) for name, tensor in state.items()}
+    step = make_step(tmp_path, model)
+    save = {"wrapped": save_wrapped, "plain": save_plain, "safetensors": save_safetensors}[form]
+    save(trained, step / "policy" / "weights")
+    convert(step, tmp_path / "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == trained.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+    assert state_of(tmp_path / "hf").keys() == state_of(model).keys()
 
 
 class RunsCode:
@@ -207,9 +304,6 @@ def test_other_directories_are_refused_with_what_to_do(models: dict[str, Path], 
     with pytest.raises(ConfigError, match="name it with --model"):
         convert(weights, tmp_path / "out")
     convert(weights / "model", tmp_path / "named", model_name=str(models["llama"]))
-    (weights / "model" / "adapter_model.safetensors").touch()
-    with pytest.raises(CheckpointError, match="LoRA adapters: merge them"):
-        convert(weights, tmp_path / "out", model_name=str(models["llama"]))
     shutil.rmtree(weights / "model")
     with pytest.raises(ConfigError, match=r"no checkpoint of NeMo-RL: it has neither"):
         convert(step, tmp_path / "out")
