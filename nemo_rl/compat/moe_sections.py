@@ -1,4 +1,4 @@
-"""NeMo-RL's keys of routers, `policy.megatron_cfg.freeze_moe_router` and `moe_*`, as `policy.moe`.
+"""NeMo-RL's keys of experts: `policy.megatron_cfg.freeze_moe_router` and `moe_*` as `policy.moe`, and their layout.
 
 Its recipes write them for dense models too, where they ask for nothing: the table (keys.yaml) drops what is left.
 """
@@ -6,9 +6,10 @@ Its recipes write them for dense models too, where they ask for nothing: the tab
 from typing import Any
 
 from nemo_rl.compat.megatron_models import EXPERT_SIZES
-from nemo_rl.compat.tables import Cause, Report, reach
+from nemo_rl.compat.tables import Cause, Report, find_named_models, reach
 from nemo_rl.config.moe import EXPERT_COUNTS, SIGMOID_MODEL_TYPES
 from nemo_rl.config.recipe_files import at
+from nemo_rl.policy.fsdp2.backend import EXPERT_MODEL_TYPES
 
 PREFIX = "policy.megatron_cfg"
 LOSSES = ("aux_loss", "global_aux_loss")  # shares over a micro-batch of all data-parallel ranks, or over the step
@@ -16,6 +17,7 @@ UNKNOWN_COEFFICIENT = Cause(
     "results", "the weight would be the model's own in NeMo-RL; write policy.moe.aux_loss_coeff"
 )
 OTHER_LOSS = Cause("results", "load is balanced over whole batches: write aux_loss, or policy.moe.aux_loss_coeff")
+SHARDED = Cause("layout", "this model's experts are sharded by FSDP2 like other weights")
 NO_BIAS = Cause("results", f"only routers of {', '.join(SIGMOID_MODEL_TYPES)} have a bias per expert; write 0")
 
 
@@ -34,6 +36,20 @@ def translate_routers(config: dict[str, Any], report: Report) -> None:
     found |= _bias_rate(section, None if values is None else values.get("model_type"), report)
     for name, value in found.items():
         reach(config, ["policy", "moe"]).setdefault(name, value)
+
+
+def translate_expert_parallel(config: dict[str, Any], report: Report) -> None:
+    """Remove NeMo-RL's `expert_parallel_size` of models whose experts FSDP2 shards like other weights, in place."""
+    if report.release is None:
+        return
+    for key, model in find_named_models(config):
+        section = model.get("dtensor_cfg")
+        if not isinstance(section, dict) or (size := section.get("expert_parallel_size")) in (None, 1):
+            continue
+        values = _read_config(model.get("model_name"))
+        if values is not None and values.get("model_type") not in EXPERT_MODEL_TYPES:
+            report.skip(f"{key}.dtensor_cfg.expert_parallel_size", size, SHARDED)
+            del section["expert_parallel_size"]
 
 
 def _read_config(name: Any) -> dict[str, Any] | None:

@@ -348,6 +348,7 @@ def _translate_supervised(config: dict[str, Any], *, is_foreign: bool) -> None:
 _STEPS: tuple[Callable[[dict[str, Any], Report], None], ...] = (
     *counterparts.STEPS,
     moe_sections.translate_routers,
+    moe_sections.translate_expert_parallel,
     _translate_validation,
     _translate_engine,
     _pass_messages_through,

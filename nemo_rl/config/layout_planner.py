@@ -28,10 +28,20 @@ def assign_ranks(pool: DevicePool, model: ParallelModelConfig, device: Device, *
     """
     data, copy = model.data_parallel_size, model.model_parallel_size
     if device == "cpu":
+        _check_experts(model, data or 1, key)
         return spread_over_nodes((data or 1) * copy, pool.nodes)
     _check_gpus(pool, model, key)
+    _check_experts(model, data or pool.num_gpus // copy, key)
     gpus = [DeviceSlot(node, (gpu,)) for node in pool.nodes for gpu in pool.gpus]
     return tuple(gpus[: (data or pool.num_gpus // copy) * copy])
+
+
+def _check_experts(model: ParallelModelConfig, data: int, key: str) -> None:
+    """Check that the ranks that together hold a layer's experts are some of those that share the samples."""
+    experts = model.parallelism.num_expert_parallel_ranks
+    if data % experts:
+        size_key = f"{key}.{model.backend_key}.{model.parallelism.EXPERT_PARALLEL_KEY}"
+        raise ConfigError(size_key, experts, f"must divide the {data} data parallel ranks, which exchange tokens")
 
 
 def _check_gpus(pool: DevicePool, model: ParallelModelConfig, key: str) -> None:

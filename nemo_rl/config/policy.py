@@ -100,6 +100,7 @@ class BackendConfig(Section):
 
     TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_parallel_size"
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = None  # None: layers are not divided into stages
+    EXPERT_PARALLEL_KEY: ClassVar[str] = "expert_parallel_size"
     NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
     REPLAYS_ROUTES: ClassVar[bool] = False  # routers of experts can replay routes (`policy.router_replay`)
     SHARES_PREFIXES: ClassVar[bool] = False  # samples of a pack may share prefixes (`sequence_packing.share_prefixes`)
@@ -124,6 +125,11 @@ class BackendConfig(Section):
     @property
     def num_pipeline_stages(self) -> int:
         """Return the number of stages, each with some of the layers."""
+        return 1
+
+    @property
+    def num_expert_parallel_ranks(self) -> int:
+        """Return the number of data-parallel ranks that together hold the experts of a layer."""
         return 1
 
     @property

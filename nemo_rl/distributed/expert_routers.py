@@ -52,9 +52,14 @@ MODEL_TYPES = sorted(kind.model_type for kind in ROUTERS.values())
 
 def kind_of(router: nn.Module) -> RouterKind:
     """Return the kind of a router of `find_routers`."""
-    return ROUTERS[type(router).__name__]
+    return ROUTERS[_class_name(router)]
 
 
 def find_routers(model: nn.Module) -> list[Any]:
     """Return the model's routers of known kinds, in the order of its layers."""
-    return [module for module in model.modules() if type(module).__name__ in ROUTERS]
+    return [module for module in model.modules() if _class_name(module) in ROUTERS]
+
+
+def _class_name(module: nn.Module) -> str:
+    """Return the name of a module's class in transformers; FSDP2 prefixes those that it wraps."""
+    return type(module).__name__.removeprefix("FSDP")

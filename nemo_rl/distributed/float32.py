@@ -8,7 +8,7 @@ float32 sums and give the blocks bfloat16, so that matrix products, attention an
 hooks on a Hugging Face model, which change no name and no weight.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -82,6 +82,15 @@ def keep_float32_residual(model: PreTrainedModel) -> list[RemovableHandle]:
         *(layer.register_forward_pre_hook(_widen_input) for layer in _layers(model)),
         *(norm.register_forward_hook(_narrow_output) for norm in norms),
     ]
+
+
+def keep_float32_routers(routers: Iterable[nn.Module]) -> None:
+    """Let the routers of a mixture of experts, whose weights must be float32, read and score in float32.
+
+    Rounded logits send tokens whose experts are nearly equal elsewhere.
+    """
+    for router in routers:
+        router.register_forward_pre_hook(_widen_input)
 
 
 @torch.no_grad()

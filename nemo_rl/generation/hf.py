@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from nemo_rl.distributed.expert_routers import RouterOutput, find_routers
+from nemo_rl.distributed.file_names import FilePart, file_parts
 from nemo_rl.distributed.float32 import can_keep_float32_residual, float32_product, keep_float32_residual
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
@@ -271,14 +272,15 @@ class HFGeneration(Generation):
 
     @torch.no_grad()
     def _load(self, manifest: Weights) -> None:
-        tensors = dict(map_weights(manifest))
-        names = tensors.keys()
-        state = self._model.state_dict()
-        unknown, missing = names - set(state), {name for name, _ in self._model.named_parameters()} - names
+        tensors, state = dict(map_weights(manifest)), self._model.state_dict()
+        parts = file_parts(self._model) or {name: FilePart(name) for name in state}
+        trained = {name for name, _ in self._model.named_parameters()}
+        needed = {name for name, part in parts.items() if part.tensor in trained}
+        unknown, missing = tensors.keys() - parts.keys(), needed - tensors.keys()
         if unknown or missing:
             raise WeightSyncError(f"weights unknown to the engine: {sorted(unknown)}; missing: {sorted(missing)}")
         for name, tensor in tensors.items():
-            state[name].copy_(tensor)
+            parts[name].of(state[parts[name].tensor]).copy_(tensor)
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

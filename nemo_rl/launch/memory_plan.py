@@ -485,8 +485,7 @@ def _keep_whole(model: RankMemory, section: Section, capacity: int) -> RankMemor
     """Return the memory of a model whose section may keep whole weights between passes (`keep_unsharded`)."""
     kept = getattr(section, "keep_unsharded", False)
     if kept == "auto":
-        whole = model.compute_bytes * model.own_parameters + 4 * model.trained_parameters
-        kept = not model.is_offloaded and whole <= KEPT_SHARE * capacity
+        kept = not model.is_offloaded and model.whole_bytes <= KEPT_SHARE * capacity
     return replace(model, is_kept_whole=kept)
 
 
@@ -498,6 +497,7 @@ def _rank_memory(key: str, model: PolicyConfig | TeacherConfig, num_ranks: int) 
         data=max(num_ranks // model.model_parallel_size, 1),
         tensor=model.tensor_parallel_size,
         stages=model.pipeline_parallel_size,
+        experts=model.parallelism.num_expert_parallel_ranks,
         chunk=resolve_chunk_size(model.logprob_chunk_size, shape.vocab_size),
         is_replicated=not model.parallelism.SPLITS_STATE,
     )

@@ -95,10 +95,13 @@ def _describe_ranks(model: ParallelModelConfig, layout: Layout, slots: Sequence[
     """Return e.g. "Megatron, 4 ranks (1 data x 2 pipeline x 2 tensor parallel) on cpu"."""
     parallelism = model.parallelism
     text = f"{parallelism.title}, {_pluralize(len(slots), 'rank')}"
+    data, experts = len(slots) // model.model_parallel_size, parallelism.num_expert_parallel_ranks
     if model.model_parallel_size > 1:
         stages = f"{model.pipeline_parallel_size} pipeline x " if parallelism.PIPELINE_PARALLEL_KEY else ""
-        data = len(slots) // model.model_parallel_size
         text += f" ({data} data x {stages}{model.tensor_parallel_size} tensor parallel)"
+    if experts > 1:
+        copies = f", in {data // experts} copies" if data > experts else ""
+        text += f", experts over {experts} data parallel ranks{copies}"
     return f"{text} on {_format_devices(layout, slots)}"
 
 

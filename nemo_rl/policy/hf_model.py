@@ -23,6 +23,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from nemo_rl.config.moe import EXPERT_COUNTS, num_experts
+from nemo_rl.distributed.file_names import HALVES, FilePart, file_parts
 from nemo_rl.errors import ConfigError, describe_error
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,8 @@ def empty_model(model_path: str, overrides: Mapping[str, Any], *, section: str =
 def small_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Return a random model of the same kind on `device`, small enough to be made beside it.
 
-    It has the fewest first layers among which every kind of layer is, and 64 tokens; all else is as in the model.
+    It has the fewest first layers among which every kind of layer is, 64 tokens, and as many experts as a token needs;
+    all else is as in the model.
     """
     config = type(model.config).from_dict(model.config.to_dict())
     text = config.get_text_config()
@@ -113,11 +116,22 @@ def small_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:num_layers]
     text.vocab_size, text.pad_token_id = 64, None
+    _drop_experts(text)
     text.initializer_range = text.hidden_size**-0.5  # activations of the size of 1, whatever the width
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
         small = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return small.eval()
+
+
+def _drop_experts(text: PreTrainedConfig) -> None:
+    """Leave the fewest experts that a router can choose from: in groups, at least two in each."""
+    chosen, groups = getattr(text, "num_experts_per_tok", None), getattr(text, "n_group", None) or 1
+    name = next((name for name in EXPERT_COUNTS if getattr(text, name, None)), None)
+    if name is None or not chosen:
+        return
+    in_group = max(-(-chosen // (getattr(text, "topk_group", None) or 1)), 2)
+    setattr(text, name, min(in_group * groups, getattr(text, name)))
 
 
 class ModelTensors(Protocol):
@@ -131,16 +145,50 @@ class ModelTensors(Protocol):
 
 
 class WeightFiles:
-    """A model's safetensors files, of which any slice is read alone."""
+    """A model's safetensors files, of which any slice is read alone; experts that the model stacks, one at a time.
 
-    def __init__(self, sources: Mapping[str, tuple[Any, str]]) -> None:
-        self._slices = {name: file.get_slice(own_name) for name, (file, own_name) in sources.items()}
+    Args:
+        sources: the open file and the name in it of each tensor that files hold, by its part of the model.
+        shapes: of the model's tensors.
+    """
+
+    def __init__(self, sources: Mapping[FilePart, tuple[Any, str]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._slices: dict[str, list[tuple[FilePart, Any]]] = defaultdict(list)
+        for part, (file, own_name) in sources.items():
+            self._slices[part.tensor].append((part, file.get_slice(own_name)))
+        self._shapes = {name: _stacked_shape(parts, shapes.get(name)) for name, parts in self._slices.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(values.get_shape()) for name, values in self._slices.items()}
+        return self._shapes
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        return self._slices[name][index]
+        (first, values), *_ = self._slices[name]
+        if first.expert is None:
+            return values[index]
+        experts, rows, columns = (range(size)[at] for at, size in zip(index, self._shapes[name], strict=True))
+        result: torch.Tensor | None = None
+        for part, values in self._slices[name]:
+            own = range(self._shapes[name][1])[part.rows(self._shapes[name][1])]
+            shared = range(max(own.start, rows.start), min(own.stop, rows.stop))
+            if part.expert is None or part.expert not in experts or not shared:
+                continue
+            found = values[shared.start - own.start : shared.stop - own.start, columns.start : columns.stop]
+            if result is None:
+                result = found.new_empty(len(experts), len(rows), len(columns))
+            result[part.expert - experts.start, shared.start - rows.start : shared.stop - rows.start] = found
+        return torch.empty(len(experts), len(rows), len(columns)) if result is None else result
+
+
+def _stacked_shape(parts: Sequence[tuple[FilePart, Any]], shape: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the shape of a tensor of the model that some tensors of files make up: the model's, if they fit."""
+    (first, values), *_ = parts
+    if first.expert is None or shape is None:
+        return tuple(values.get_shape())
+    for part, values in parts:
+        rows, columns = values.get_shape()
+        if (rows, columns) != (len(range(shape[1])[part.rows(shape[1])]), shape[2]):
+            return len({part.expert for part, _ in parts}), rows * HALVES // (part.halves[1] - part.halves[0]), columns
+    return shape
 
 
 class LoadedTensors:
@@ -161,8 +209,8 @@ def open_tensors(
 ) -> ModelTensors:
     """Return the values of `model` at `model_path`: its safetensors files if they hold the model's own tensors.
 
-    Other files (.bin, one tensor per expert) are loaded as a whole, with a warning. With `overrides`, which may remove
-    layers, files may hold more than the model.
+    Experts may be stacked in files, or one tensor each. Other files (.bin, conversions of another kind) are loaded as a
+    whole, with a warning. With `overrides`, which may remove layers, files may hold more than the model.
 
     Raises:
         ConfigError: files that cannot be read, weights that they lack, that the model does not have, or of another
@@ -173,14 +221,14 @@ def open_tensors(
         sources = _find_sources(model_path, model)
     except Exception as error:  # a damaged file may raise anything
         raise ConfigError(key, model_path, f"its weights cannot be read: {describe_error(error)}") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if sources is None:
         tensors = LoadedTensors(load_model(model_path, overrides, section=section).state_dict())
     else:
-        tensors = WeightFiles(sources)
+        tensors = WeightFiles(sources, shapes)
     found = tensors.shapes()
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     groups = tied_names(model)
-    missing = [name for name in shapes if not found.keys() & groups[name]]
+    missing = [name for name in shapes if not found.keys() & groups[name]] or _missing_parts(model, sources or {})
     unexpected = [] if overrides else _expected_alone(sorted(found.keys() - shapes.keys()), model)
     _check_names(key, model_path, missing=missing, unexpected=unexpected)
     for name in found.keys() & shapes.keys():
@@ -215,17 +263,26 @@ def recompute_activations(layers: Iterable[nn.Module]) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def matmul_parameters(model: nn.Module) -> int:
+def matmul_parameters(model: PreTrainedModel) -> int:
     """Count the weights that every token is multiplied with: all but an embedding table that is only looked up.
 
-    A frozen weight counts as two thirds: 4 of 6 operations per token, since it has no gradient.
+    A frozen weight counts as two thirds: 4 of 6 operations per token, since it has no gradient. Of stacked experts
+    those of one token count.
     """
     tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
         if isinstance(module, nn.Linear):
             tables.pop(id(module.weight), None)  # tied: the output head multiplies with it
-    counted = (p for p in model.parameters() if id(p) not in tables)
-    return round(sum(p.numel() * (1 if p.requires_grad else 2 / 3) for p in counted))
+    text = model.config.get_text_config()
+    chosen = getattr(text, "num_experts_per_tok", None)
+    share = chosen / num_experts(model.config) if chosen and num_experts(model.config) else 1.0
+    return round(
+        sum(
+            p.numel() * (1 if p.requires_grad else 2 / 3) * (share if p.ndim == 3 and ".experts." in name else 1)
+            for name, p in model.named_parameters()
+            if id(p) not in tables
+        )
+    )
 
 
 def train_flops(num_parameters: int, config: PreTrainedConfig, lengths: Iterable[int]) -> float:
@@ -233,8 +290,7 @@ def train_flops(num_parameters: int, config: PreTrainedConfig, lengths: Iterable
 
     6 N per token for the weights (2 forward, 4 backward) and 6 L H T^2 per sequence for attention, with L layers and H
     the width of all heads together: forward 2 T^2 H for the scores and 2 T^2 H for the values, half of both under a
-    causal mask, three times that with the backward pass. Recomputation is not counted. For a mixture of experts the
-    number is an upper bound, since all experts are counted.
+    causal mask, three times that with the backward pass. Recomputation is not counted.
 
     Example: N = 1000, L = 2, H = 8, one sequence of 10 tokens: 6*1000*10 + 6*2*8*100 = 69600.
     """
@@ -246,26 +302,35 @@ def train_flops(num_parameters: int, config: PreTrainedConfig, lengths: Iterable
     return float(6 * num_parameters * sum(lengths) + attention)
 
 
-def _find_sources(model_path: str, model: PreTrainedModel) -> dict[str, tuple[Any, str]] | None:
-    """Return the open file of each tensor by the model's name; None, with a warning, if a file holds others."""
+def _find_sources(model_path: str, model: PreTrainedModel) -> dict[FilePart, tuple[Any, str]] | None:
+    """Return the open file of each part of the model; None, with a warning, if a file holds anything else."""
     files = _safetensors_files(model_path)
     reason = None if files else "has no safetensors files"
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     own: dict[str, Any] = model.state_dict()
-    sources: dict[str, tuple[Any, str]] = {}
+    parts = file_parts(model) or {}
+    sources: dict[FilePart, tuple[Any, str]] = {}
     for path in files:
         file: Any = safe_open(path, "pt")
         for name in file.keys():  # noqa: SIM118  a file, not a mapping
             renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-            if converter is not None:
+            part = parts.get(name) if converter is not None else FilePart(renamed)
+            if part is None and renamed in own:
                 reason = reason or f"holds {name}, which is a part of one of the model's tensors"
-            sources[renamed] = (file, name)
+            sources[part or FilePart(renamed)] = (file, name)
     if reason is None:
         return sources
     logger.warning("%s %s: each process loads the whole model in float32 into host memory", model_path, reason)
     return None
+
+
+def _missing_parts(model: PreTrainedModel, sources: Collection[FilePart]) -> list[str]:
+    """Return the names in files of experts that are missing from tensors of which files hold others."""
+    stacked = {part.tensor for part in sources if part.expert is not None}
+    parts = (file_parts(model) or {}).items() if stacked else ()
+    return [name for name, part in parts if part.tensor in stacked and part not in sources]
 
 
 def _safetensors_files(model_path: str) -> list[Path]:

@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.config.moe import EXPERT_COUNTS
+
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # dense decoders with SwiGLU and RMSNorm
+EXPERT_MODEL_TYPES = ("qwen3_moe", "mixtral")  # the same with experts in place of each MLP
+EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")  # Mixtral has no other MLP
 ADAM_BYTES = 8  # optimizer state per trained parameter
 OPTIMIZER_BYTES = {"SGD": 4, "Adagrad": 4, "RMSprop": 4}  # others as Adam
 LOGIT_BYTES = 6  # per logit: bfloat16 and float32, which its gradient overwrites
@@ -24,7 +28,7 @@ class UnknownShapeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Widths of a dense decoder, under config.json's names."""
+    """Widths of a decoder, dense or with experts in every layer, under config.json's names."""
 
     name: str
     hidden_size: int
@@ -37,13 +41,17 @@ class ModelShape:
     is_tied: bool
     has_qkv_bias: bool = False
     has_head_norms: bool = False  # norms of queries and keys (Qwen3)
+    num_experts: int = 0  # per layer; 0: one MLP
+    num_experts_per_token: int = 0
+    expert_width: int = 0
 
     @classmethod
     def from_config(cls, name: str, values: Mapping[str, Any]) -> "ModelShape":
         """Return the shape that a config.json describes; raises UnknownShapeError for another kind of model."""
         kind = values.get("model_type")
-        if kind not in MODEL_TYPES:
-            raise UnknownShapeError(f"{name} is of type {kind!r}; sizes are known of {', '.join(MODEL_TYPES)}")
+        known = (*MODEL_TYPES, *EXPERT_MODEL_TYPES)
+        if kind not in known:
+            raise UnknownShapeError(f"{name} is of type {kind!r}; sizes are known of {', '.join(known)}")
         try:
             heads, hidden_size = int(values["num_attention_heads"]), int(values["hidden_size"])
             return cls(
@@ -57,7 +65,8 @@ class ModelShape:
                 vocab_size=int(values["vocab_size"]),
                 is_tied=bool(values.get("tie_word_embeddings", False)),
                 has_qkv_bias=kind == "qwen2" or bool(values.get("attention_bias", False)),
-                has_head_norms=kind == "qwen3",
+                has_head_norms=kind in ("qwen3", "qwen3_moe"),
+                **(_expert_sizes(name, values) if kind in EXPERT_MODEL_TYPES else {}),
             )
         except KeyError as error:
             raise UnknownShapeError(f"config.json of {name} has no {error.args[0]}") from error
@@ -75,7 +84,24 @@ class ModelShape:
         attention = self.hidden_size * (2 * self.query_width + 2 * self.key_value_width)
         biases = (self.query_width + 2 * self.key_value_width) * self.has_qkv_bias
         norms = 2 * self.hidden_size + 2 * self.head_dim * self.has_head_norms
-        return attention + biases + 3 * self.hidden_size * self.intermediate_size + norms
+        router = self.hidden_size * self.num_experts
+        mlp = (
+            router + self.layer_expert_parameters if self.num_experts else 3 * self.hidden_size * self.intermediate_size
+        )
+        return attention + biases + mlp + norms
+
+    @property
+    def layer_expert_parameters(self) -> int:
+        """Return the parameters of a layer's experts."""
+        return 3 * self.num_experts * self.hidden_size * self.expert_width
+
+    @property
+    def expert_parameters(self) -> int:
+        """Return the parameters of the experts of all layers.
+
+        Example: Qwen3-30B-A3B has 48 layers of 128 experts of 3 x 2048 x 768: 28,991,029,248.
+        """
+        return self.num_hidden_layers * self.layer_expert_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -96,9 +122,13 @@ class ModelShape:
         return self.num_hidden_layers * self.layer_parameters + self.root_parameters
 
     def adapter_parameters(self, dim: int) -> int:
-        """Return the parameters of LoRA adapters of all linear layers but the output layer: dim (in + out) each."""
+        """Return the parameters of LoRA adapters of all linear layers but the output layer: dim (in + out) each.
+
+        Experts and routers have none.
+        """
         hidden, query, key_value = self.hidden_size, self.query_width, self.key_value_width
-        sizes = 2 * (hidden + query) + 2 * (hidden + key_value) + 3 * (hidden + self.intermediate_size)
+        mlp = 0 if self.num_experts else 3 * (hidden + self.intermediate_size)
+        sizes = 2 * (hidden + query) + 2 * (hidden + key_value) + mlp
         return self.num_hidden_layers * dim * sizes
 
     def cache_bytes(self, tokens: int, bytes_per_number: int = 2) -> int:
@@ -107,6 +137,17 @@ class ModelShape:
         Example: Qwen2.5-1.5B in bfloat16: 2 x 28 layers x 256 x 2 = 28,672 bytes per token.
         """
         return 2 * self.num_hidden_layers * self.key_value_width * bytes_per_number * tokens
+
+
+def _expert_sizes(name: str, values: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of a mixture's experts; raises UnknownShapeError if some layers have none."""
+    if values.get("decoder_sparse_step", 1) != 1 or values.get("mlp_only_layers"):
+        raise UnknownShapeError(f"{name} has layers without experts")
+    return {
+        "num_experts": next(int(values[key]) for key in EXPERT_COUNTS if values.get(key)),
+        "num_experts_per_token": int(values["num_experts_per_tok"]),
+        "expert_width": next(int(values[key]) for key in EXPERT_WIDTHS if values.get(key)),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +159,7 @@ class RankMemory:
     data: int = 1  # ranks that share the samples and, with FSDP2, the weights
     tensor: int = 1
     stages: int = 1
+    experts: int = 1  # data-parallel ranks that together hold a layer's experts; loads are assumed to be equal
     train_tokens: int = 0  # per micro-batch
     score_tokens: int = 0  # per pass without gradients
     longest: int = 1  # tokens of the longest sample, the least that a micro-batch can have
@@ -134,15 +176,20 @@ class RankMemory:
 
     @property
     def own_parameters(self) -> int:
-        """Return the number of parameters that the rank computes with."""
-        return self.shape.parameters // (self.tensor * self.stages)
+        """Return the number of parameters that data-parallel ranks divide.
+
+        These are all experts, and of the rest a tensor-parallel part; where no weights are divided, its own experts.
+        """
+        experts = self.shape.expert_parameters // (self.stages * (self.experts if self.is_replicated else 1))
+        return (self.shape.parameters - self.shape.expert_parameters) // (self.tensor * self.stages) + experts
 
     @property
     def trained_parameters(self) -> int:
         if self.is_frozen:
             return 0
-        shape, dim = self.shape, self.adapter_dim
-        return (shape.parameters if dim is None else shape.adapter_parameters(dim)) // (self.tensor * self.stages)
+        if self.adapter_dim is None:
+            return self.own_parameters
+        return self.shape.adapter_parameters(self.adapter_dim) // (self.tensor * self.stages)
 
     @property
     def weights(self) -> int:
@@ -175,11 +222,15 @@ class RankMemory:
         """Return what a layer keeps of one token for its backward pass.
 
         Two norms keep a float32 copy of their input, the normalized values and their output; attention keeps queries,
-        keys, values, its output and a log-sum-exp per head; the MLP four vectors of its width.
+        keys, values, its output and a log-sum-exp per head; the MLP four vectors of its width. Each expert of the token
+        keeps four of its own, the hidden state that it was sent, and its result on both sides.
         """
         shape, size = self.shape, self.compute_bytes
         norms = 2 * (4 + 2 * size) * shape.hidden_size
         attention = size * (2 * shape.query_width + 2 * shape.key_value_width) + 4 * shape.num_attention_heads
+        if shape.num_experts:
+            each = size * (4 * shape.expert_width + 3 * shape.hidden_size)
+            return norms + attention // self.tensor + shape.num_experts_per_token * each
         return norms + (attention + 4 * size * shape.intermediate_size) // self.tensor
 
     @property
@@ -201,7 +252,7 @@ class RankMemory:
         size, layer, root, head = self.compute_bytes, self._layer, self._root, self.shape.head_parameters // self.tensor
         logits, weights, sums = self._logits(LOGIT_BYTES), size * root, 0
         if self.is_kept_whole:
-            weights, sums = self._whole_weights, 4 * self.trained_parameters - self.gradients
+            weights, sums = self._whole_weights, 4 * self._whole_trained - self.gradients
         if self.adapter_dim is not None:
             return weights + sums + logits + (0 if self.is_kept_whole else 3 * size * layer)
         at_head = max(logits + size * head, self._logits(size) + 2 * size * head) + 4 * size * layer
@@ -216,7 +267,11 @@ class RankMemory:
         On several ranks the first all-gathers have buffers of their own.
         """
         size, pair = self.compute_bytes, self.compute_bytes * (self._root + 2 * self._layer)
-        widths = 8 * self.shape.hidden_size + 3 * size * self.shape.intermediate_size // self.tensor
+        shape = self.shape
+        mlp = 3 * size * shape.intermediate_size // self.tensor
+        if shape.num_experts:
+            mlp = 3 * size * shape.num_experts_per_token * (shape.expert_width + shape.hidden_size)
+        widths = 8 * shape.hidden_size + mlp
         weights = self._whole_weights if self.is_kept_whole else pair
         gathered = 0 if self.is_frozen and self.data == 1 else weights
         buffers = pair if self.data > 1 else 0
@@ -225,7 +280,24 @@ class RankMemory:
     @property
     def _whole_weights(self) -> int:
         adapters = 0 if self.adapter_dim is None else self.trained_parameters
-        return self.compute_bytes * (self.own_parameters + adapters)
+        return self.compute_bytes * (self.own_parameters - self._experts_elsewhere + adapters)
+
+    @property
+    def _whole_trained(self) -> int:
+        elsewhere = self._experts_elsewhere if self.adapter_dim is None else 0
+        return self.trained_parameters - elsewhere
+
+    @property
+    def _experts_elsewhere(self) -> int:
+        """Return those of `own_parameters` that the rank never gathers: experts that it does not compute."""
+        experts = self.shape.expert_parameters // self.stages
+        return 0 if self.is_replicated else experts - experts // self.experts
+
+    @property
+    def whole_bytes(self) -> int:
+        """Return the memory of whole weights and their gradients in float32, as `is_kept_whole` would keep them."""
+        adapters = 0 if self.adapter_dim is None else self.compute_bytes * self.trained_parameters
+        return self._whole_weights - adapters + 4 * self._whole_trained
 
     @property
     def _shards(self) -> int:
@@ -237,7 +309,9 @@ class RankMemory:
 
     @property
     def _layer(self) -> int:
-        return self.shape.layer_parameters // self.tensor
+        """Return the parameters of a layer that the rank gathers, or casts, to compute with them."""
+        experts = self.shape.layer_expert_parameters
+        return (self.shape.layer_parameters - experts) // self.tensor + experts // self.experts
 
     @property
     def _root(self) -> int:

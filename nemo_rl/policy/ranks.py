@@ -33,6 +33,7 @@ class RankLayout:
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    expert_parallel_size: int = 1  # of the data-parallel ranks, neighbours that together hold a layer's experts
     init_method: str | None = None  # "tcp://host:port" of rank 0, or "file:///path"; None: a single rank
     timeout_s: float = 600.0  # deadline of joining and of each collective
 
@@ -41,6 +42,8 @@ class RankLayout:
             raise ValueError(f"rank {self.rank} of {self.world_size}")
         if self.world_size > 1 and self.init_method is None:
             raise ValueError(f"{self.world_size} ranks need an init_method to find each other")
+        if self.data_parallel_size % self.expert_parallel_size:
+            raise ValueError(f"{self.expert_parallel_size} expert of {self.data_parallel_size} data parallel ranks")
 
     @classmethod
     def for_worker(cls, model: ParallelModelConfig, *, rank: int, world_size: int, address: str) -> "RankLayout":
@@ -50,6 +53,7 @@ class RankLayout:
             data_parallel_size=world_size // model.model_parallel_size,
             tensor_parallel_size=model.tensor_parallel_size,
             pipeline_parallel_size=model.pipeline_parallel_size,
+            expert_parallel_size=model.parallelism.num_expert_parallel_ranks,
             init_method=f"tcp://{address}" if world_size > 1 else None,
         )
 
@@ -138,8 +142,12 @@ def _make_store(layout: RankLayout) -> dist.Store | None:
 
 
 def device_mesh(layout: RankLayout, device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks with the dimensions "dp" and "tp"; all ranks call it in the same order."""
-    return _mesh(device.type, layout.data_parallel_size, layout.tensor_parallel_size)
+    """Return the mesh of all ranks with the dimensions "dp" and "tp"; all ranks call it in the same order.
+
+    With expert parallelism it also has "ep", the ranks that together hold the experts, and "edp", those that hold the
+    same ones; "dp" is both together.
+    """
+    return _mesh(device.type, layout.data_parallel_size, layout.tensor_parallel_size, layout.expert_parallel_size)
 
 
 @lru_cache
@@ -149,8 +157,12 @@ def checkpoint_group() -> dist.ProcessGroup:
 
 
 @lru_cache
-def _mesh(device_type: str, data_parallel_size: int, tensor_parallel_size: int) -> DeviceMesh:
-    return init_device_mesh(device_type, (data_parallel_size, tensor_parallel_size), mesh_dim_names=("dp", "tp"))
+def _mesh(device_type: str, data: int, tensor: int, expert: int) -> DeviceMesh:
+    if expert == 1:
+        return init_device_mesh(device_type, (data, tensor), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type, (data // expert, expert, tensor), mesh_dim_names=("edp", "ep", "tp"))
+    mesh["edp", "ep"]._flatten("dp")
+    return mesh
 
 
 def _destroy_process_group() -> None:

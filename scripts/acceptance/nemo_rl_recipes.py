@@ -124,7 +124,6 @@ def _is_out_of_scope(path: Path, family: str) -> bool:
         or engine.get("precision") == "fp8"
         or (megatron.get("enabled") and (megatron.get("fp8_cfg") or {}).get("enabled"))
         or (megatron.get("enabled") and megatron.get("expert_model_parallel_size", 1) not in (1, None))
-        or dtensor.get("expert_parallel_size", 1) not in (1, None)
         or policy.get("is_vlm")
         or policy.get("quant_cfg")
         or (dtensor.get("automodel_kwargs") or {}).get("freeze_config")

@@ -28,7 +28,13 @@ MEGATRON_TOGETHER = (
     "megatron dp 2",
     "megatron tp 2 pp 2",
 )  # every way at least once, where one model or call is enough
-MULTIPLE = FSDP2 | MEGATRON | COPIES_OF_STAGES
+EXPERTS_OVER_RANKS = {
+    "ep 2": Mesh(2, expert_parallel_size=2),
+    "dp 4 ep 2": Mesh(4, expert_parallel_size=2),
+    "ep 4": Mesh(4, expert_parallel_size=4),
+    "ep 2 tp 2": Mesh(2, 2, expert_parallel_size=2),
+}
+MULTIPLE = FSDP2 | MEGATRON | COPIES_OF_STAGES | EXPERTS_OVER_RANKS
 LAYOUTS = ("plain", "fsdp2 alone", *FSDP2, *MEGATRON)
 FEWER = ("plain", "fsdp2 alone", *FSDP2, *MEGATRON_TOGETHER)
 SPLIT_MODELS = ("qwen2", "llama", "qwen3")  # tied, untied with biases, norms of heads

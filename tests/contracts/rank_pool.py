@@ -33,6 +33,7 @@ class Mesh:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     backend: str = "fsdp2"
+    expert_parallel_size: int = 1
 
     @property
     def world_size(self) -> int:
@@ -42,7 +43,7 @@ class Mesh:
     def config(self) -> dict[str, Any]:
         """Return the result for `policy`."""
         if self.backend == "fsdp2":
-            return {}
+            return {"dtensor_cfg": {"expert_parallel_size": self.expert_parallel_size}}
         sizes = {
             "tensor_model_parallel_size": self.tensor_parallel_size,
             "pipeline_model_parallel_size": self.pipeline_parallel_size,
@@ -83,6 +84,7 @@ class RankPool:
             data_parallel_size=mesh.data_parallel_size,
             tensor_parallel_size=mesh.tensor_parallel_size,
             pipeline_parallel_size=mesh.pipeline_parallel_size,
+            expert_parallel_size=mesh.expert_parallel_size if mesh.backend == "fsdp2" else 1,
             init_method=f"file://{self._directory}/group-{list(self._connections).index(mesh)}",
             timeout_s=COLLECTIVE_TIMEOUT_S,
         )

@@ -32,6 +32,18 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-1.7B": _QWEN3 | _widths(2048, 6144, 28, 16, 8),
     "Qwen/Qwen3-1.7B-Base": _QWEN3 | _widths(2048, 6144, 28, 16, 8),
     "Qwen/Qwen3-8B": _QWEN3 | {"tie_word_embeddings": False} | _widths(4096, 12288, 36, 32, 8),
+    "Qwen/Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        **_widths(2048, 6144, 48, 32, 4),
+    },
     "Qwen/Qwen3-4B": _QWEN3 | _widths(2560, 9728, 36, 32, 8),
     "Qwen/Qwen3-4B-Instruct-2507": _QWEN3 | _widths(2560, 9728, 36, 32, 8),
 }

@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from nemo_rl.config.kinds import Entry, Section, factory_at
+from nemo_rl.config.moe import num_experts
 from nemo_rl.config.policy import AUTO, BackendConfig, ParallelModelConfig, PolicyConfig
 from nemo_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by tensor parallelism
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")  # by tensor parallelism
+EXPERT_MODEL_TYPES = ("qwen3_moe", "mixtral", "deepseek_v3")  # by expert parallelism
 COMPILED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by default: tests show that their outputs and gradients are equal
 DIVIDED_WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 LORA_KEY = "policy.dtensor_cfg.lora_cfg"
@@ -54,6 +56,9 @@ class DTensorConfig(BackendConfig):
     # qwen2 and qwen3.
     compile: bool | Literal["auto"] = "auto"
     tensor_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer; divides the heads
+    # Data-parallel ranks that together hold the experts of each layer and exchange their tokens; 1: experts are sharded
+    # and gathered like other weights.
+    expert_parallel_size: int = Field(default=1, gt=0)
 
     @property
     def title(self) -> str:
@@ -63,8 +68,13 @@ class DTensorConfig(BackendConfig):
     def num_tensor_parallel_ranks(self) -> int:
         return self.tensor_parallel_size
 
+    @property
+    def num_expert_parallel_ranks(self) -> int:
+        return self.expert_parallel_size
+
     def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
         check_tensor_parallel(self.tensor_parallel_size, model, key=key)
+        check_expert_parallel(self.expert_parallel_size, model, key=key)
 
 
 class TrainedDTensorConfig(DTensorConfig):
@@ -95,6 +105,20 @@ def check_tensor_parallel(size: int, model: "PreTrainedConfig", *, key: str = "p
     check_divides_widths(size, model, key=key)
 
 
+def check_expert_parallel(size: int, model: "PreTrainedConfig", *, key: str = "policy.dtensor_cfg") -> None:
+    """Raise ConfigError for an `expert_parallel_size`, in the section `key`, that the model's experts do not allow."""
+    if size == 1:
+        return
+    key, text = f"{key}.expert_parallel_size", model.get_text_config()
+    if text.model_type not in EXPERT_MODEL_TYPES:
+        supported = ", ".join(EXPERT_MODEL_TYPES)
+        raise ConfigError(key, size, f"not for models of type {text.model_type!r}; supported: {supported}; else 1")
+    number = num_experts(model)
+    if number % size:
+        allowed = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+        raise ConfigError(key, size, f"must divide the model's {number} experts; allowed: {allowed}")
+
+
 def check_divides_widths(size: int, model: "PreTrainedConfig", *, key: str) -> None:
     """Raise ConfigError for a number of tensor-parallel ranks that does not divide the model's heads and MLP."""
     widths = {name: getattr(model, name) for name in DIVIDED_WIDTHS}
@@ -105,7 +129,10 @@ def check_divides_widths(size: int, model: "PreTrainedConfig", *, key: str) -> N
 
 
 def check_compile(key: str, section: DTensorConfig, model: ParallelModelConfig) -> None:
-    """Raise ConfigError for compiled layers that tensor-parallel ranks share, if this section is the model's."""
+    """Raise ConfigError for compiled layers that several ranks compute together, if this section is the model's."""
+    if section.compile is True and section.expert_parallel_size > 1 and model.parallelism is section:
+        problem = f"{key}.expert_parallel_size is {section.expert_parallel_size}: an exchange of tokens is not compiled"
+        raise ConfigError(f"{key}.compile", True, f"{problem}; allowed: false, auto")
     if section.compile is True and section.tensor_parallel_size > 1 and model.parallelism is section:
         problem = (
             f"{key}.tensor_parallel_size is {section.tensor_parallel_size}: torch 2.13 compiles such layers for a "

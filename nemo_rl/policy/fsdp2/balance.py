@@ -14,17 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_rl.config.moe import MoEConfig
+from nemo_rl.distributed.expert_routers import find_routers
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 
 BIAS = "e_score_correction_bias"  # DeepSeek-V3's buffer, added to the scores that choose
-
-
-def find_routers(model: nn.Module) -> list[nn.Module]:
-    """Return the routers of a Hugging Face model in the order of its layers: the children beside `experts`."""
-    blocks = [module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.Module)]
-    routers = [getattr(block, "gate", None) or getattr(block, "router", None) for block in blocks]
-    return [router for router in routers if isinstance(router, nn.Module)]
 
 
 def routed_tokens(
@@ -42,12 +36,18 @@ def routed_tokens(
 
 
 def freeze_routers(model: nn.Module) -> None:
-    """Train no router (`policy.moe.freeze_router`); raises ConfigError for a model without one."""
-    routers = find_routers(model)
+    """Train no router, of whichever kind: the module beside `experts` (`policy.moe.freeze_router`).
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    blocks = [module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.Module)]
+    routers = [getattr(block, "gate", None) or getattr(block, "router", None) for block in blocks]
+    for router in routers:
+        if isinstance(router, nn.Module):
+            router.requires_grad_(False)
     if not routers:
         raise ConfigError("policy.moe.freeze_router", True, f"{type(model).__name__} has no router; allowed: false")
-    for router in routers:
-        router.requires_grad_(False)
 
 
 class RouterBalance:

@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.policy.fsdp2.backend import LORA_KEY, LoraAdapterConfig
-from nemo_rl.policy.fsdp2.sharding import BASE_LAYER, gather_full_tensor, own_part
+from nemo_rl.policy.fsdp2.experts import find_experts
+from nemo_rl.policy.fsdp2.sharding import BASE_LAYER
+from nemo_rl.policy.fsdp2.shards import gather_full_tensor, own_part
 
 DIRECTORY = "adapter"  # subdirectory of a checkpoint
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -180,8 +182,9 @@ def select_adapted_modules(model: PreTrainedModel, section: LoraAdapterConfig) -
     output = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     allowed = [name for name, module in linear.items() if module is not output]
-    _check_patterns(f"{LORA_KEY}.target_modules", section.target_modules, allowed)
-    _check_patterns(f"{LORA_KEY}.exclude_modules", section.exclude_modules, list(linear))
+    has_experts = next(find_experts(model), None) is not None
+    _check_patterns(f"{LORA_KEY}.target_modules", section.target_modules, allowed, has_experts=has_experts)
+    _check_patterns(f"{LORA_KEY}.exclude_modules", section.exclude_modules, list(linear), has_experts=has_experts)
     names = [
         name
         for name in allowed
@@ -194,11 +197,13 @@ def select_adapted_modules(model: PreTrainedModel, section: LoraAdapterConfig) -
     return names
 
 
-def _check_patterns(key: str, patterns: list[str], names: list[str]) -> None:
+def _check_patterns(key: str, patterns: list[str], names: list[str], *, has_experts: bool) -> None:
     known = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    experts = " (experts are stacked weights, and have no adapters)" if has_experts else ""
     for pattern in patterns:
         if not any(_matches(name, [pattern]) for name in names):
-            raise ConfigError(key, pattern, f"no linear layer of that name to adapt; known: {', '.join(known)}")
+            problem = f"no linear layer of that name to adapt{experts}; known: {', '.join(known)}"
+            raise ConfigError(key, pattern, problem)
 
 
 def _matches(name: str, patterns: list[str]) -> bool:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,8 +24,11 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
+from nemo_rl.distributed.expert_routers import find_routers
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.policy.fsdp2.backend import COMPILED_MODEL_TYPES, KEPT_SHARE, DTensorConfig, TrainedDTensorConfig
+from nemo_rl.policy.fsdp2.experts import FSDP_DIM, find_experts, split_experts
+from nemo_rl.policy.fsdp2.shards import own_part
 from nemo_rl.policy.hf_model import ModelTensors, decoder_layers, open_tensors
 from nemo_rl.policy.log_softmax import has_kernels
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
@@ -47,9 +50,15 @@ def frozen_needs_sharding(config: PolicyConfig | TeacherConfig, layout: RankLayo
 
 
 def shard(
-    module: CausalLogprobs, config: PolicyConfig | TeacherConfig, layout: RankLayout, device: torch.device
+    module: CausalLogprobs,
+    config: PolicyConfig | TeacherConfig,
+    layout: RankLayout,
+    device: torch.device,
+    *,
+    key: str = "policy.dtensor_cfg",
 ) -> None:
-    """Split layers and vocabulary over the tensor-parallel ranks, then wrap the layers, and the rest as one, in FSDP2.
+    """Split layers and vocabulary over the tensor-parallel ranks and experts over theirs, then wrap the layers, and the
+    rest as one, in FSDP2.
 
     Weights and gradients keep their dtype. In bfloat16, weights are cast when a layer gathers them and gradients are
     reduced in float32. Layers move to the device one at a time, so that it never holds the whole model.
@@ -64,9 +73,28 @@ def shard(
     is_offloaded = config.section_of(DTensorConfig).cpu_offload
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
     of_layers = replace(precision, cast_forward_inputs=not module.has_float32_residual)
+    if layout.expert_parallel_size > 1:
+        split_experts(module, mesh, key=key)
+        of_experts = replace(precision, cast_forward_inputs=False)  # scores stay float32
+        for _, experts in find_experts(module):
+            _shard_experts(experts, mesh, mp_policy=of_experts, offload_policy=offload)
     for layer in decoder_layers(module):
+        if param_dtype is not None:
+            for router in find_routers(layer):  # in float32, like the scores
+                fully_shard(
+                    router, mesh=mesh["dp"], mp_policy=replace(precision, param_dtype=None), offload_policy=offload
+                )
         fully_shard(layer, mesh=mesh["dp"], mp_policy=of_layers, offload_policy=offload)
     fully_shard(module, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)
+
+
+def _shard_experts(experts: nn.Module, mesh: DeviceMesh, **policies: Any) -> None:
+    """Shard one rank's experts of a layer over the ranks that copy them; their gradients are summed over all tokens."""
+    copies = mesh["edp"]
+    wrapped = fully_shard(experts, mesh=copies, shard_placement_fn=lambda _: Shard(FSDP_DIM), **policies)
+    wrapped.set_gradient_divide_factor(float(mesh["dp"].size()))  # as the gradients of other weights are
+    if copies.size() > 1:  # gloo has no scaled sum; over one rank torch 2.13 would divide twice
+        wrapped.set_force_sum_reduction_for_comms(True)
 
 
 def data_parallel_group(layout: RankLayout, device: torch.device) -> dist.ProcessGroup | None:
@@ -181,37 +209,6 @@ def unsharded_bytes(module: nn.Module, precision: str) -> int:
     return sum(_num_unsharded(p) * (bytes_of_weight + 4 * p.requires_grad) for p in module.parameters())
 
 
-def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a shard; all ranks call it together. A whole tensor is not copied."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.device_mesh.size() == 1:
-        return tensor.to_local()
-    # An offloaded shard moves to the device that the ranks communicate on.
-    gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
-    placements = list(tensor.placements)
-    for dim in range(len(placements)):  # one dimension at a time: torch warns of two at once
-        placements[dim] = Replicate()
-        gathered = gathered.redistribute(placements=placements)
-    return gathered.to_local()
-
-
-def own_part(tensor: torch.Tensor) -> tuple[tuple[slice, ...], torch.Tensor]:
-    """Return the index of this rank's shard in the whole tensor, and its memory."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape), tensor.detach()
-    local, chunks = tensor.to_local().detach(), tensor.__create_chunk_list__()
-    return tuple(slice(o, o + n) for o, n in zip(chunks[0].offsets, chunks[0].sizes, strict=True)), local
-
-
-def num_holders(parameter: nn.Parameter, num_ranks: int) -> int:
-    """Return how many of all ranks hold the same shard of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return num_ranks
-    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return num_ranks // math.prod(size for placement, size in sizes if not placement.is_replicate())
-
-
 def _plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {
         "self_attn.q_proj": ColwiseParallel(),
@@ -231,9 +228,11 @@ def _plan(layer: nn.Module) -> dict[str, ParallelStyle]:
 
 def _num_unsharded(parameter: nn.Parameter) -> int:
     """Return the entries of a parameter that a rank holds after FSDP2 has gathered it."""
-    if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
-        return parameter.numel()
-    return parameter.numel() // parameter.device_mesh["tp"].size()
+    split: list[int] = []
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        split = [parameter.device_mesh[name].size() for name in ("tp", "ep") if name in names]
+    return parameter.numel() // math.prod(split)
 
 
 def _device_memory(device: torch.device, num_ranks: int) -> int:
@@ -258,19 +257,24 @@ def place_on_device(
     device: torch.device,
     *,
     is_sharded: bool,
+    key: str = "policy.dtensor_cfg",
 ) -> None:
-    """Shard a module that is on the meta device, make the memory of this rank's shards, and read their values."""
+    """Shard a module that is on the meta device, make the memory of this rank's shards, and read their values.
+
+    `key` is the section's, for errors.
+    """
     if is_sharded:
-        shard(module, config, layout, device)
+        shard(module, config, layout, device, key=key)
     is_kept_on_cpu = is_sharded and config.section_of(DTensorConfig).cpu_offload
     materialize(module, module.model, CPU if is_kept_on_cpu else device)
     copy_tensors(module, module.model, tensors)
 
 
 def cast_frozen(module: nn.Module) -> None:
-    """Cast the parameters that are not trained, but no buffers, to bfloat16."""
+    """Cast the parameters that are not trained, but no buffers and routers, to bfloat16."""
+    kept = {id(parameter) for router in find_routers(module) for parameter in router.parameters()}
     for parameter in module.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and id(parameter) not in kept:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 

@@ -10,7 +10,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,25 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_size
-from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_residual
+from nemo_rl.distributed.expert_routers import find_routers
+from nemo_rl.distributed.file_names import FilePart, file_parts, parts_by_tensor
+from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_residual, keep_float32_routers
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, optimizers, step_report
 from nemo_rl.policy.expert_routing import make_routing
 from nemo_rl.policy.fsdp2 import sharding
-from nemo_rl.policy.fsdp2.backend import DTensorConfig, TrainedDTensorConfig, check_tensor_parallel
+from nemo_rl.policy.fsdp2.backend import (
+    DTensorConfig,
+    TrainedDTensorConfig,
+    check_expert_parallel,
+    check_tensor_parallel,
+)
 from nemo_rl.policy.fsdp2.balance import RouterBalance, freeze_routers, routed_tokens
+from nemo_rl.policy.fsdp2.experts import gather_experts
 from nemo_rl.policy.fsdp2.lora import DIRECTORY as ADAPTER_DIRECTORY
 from nemo_rl.policy.fsdp2.lora import Adapters, AdaptersDisabled, LazyMergedWeight, merge_adapter_weights
+from nemo_rl.policy.fsdp2.shards import gather_full_tensor, num_holders
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
 from nemo_rl.policy.micro_batches import (
     MicroBatching,
@@ -89,10 +98,10 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
 
     def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
         config, layout, section = self.config, self.layout, self.config.section_of(TrainedDTensorConfig)
-        if layout.tensor_parallel_size > 1:
-            check_tensor_parallel(
-                layout.tensor_parallel_size, hf_model.load_config(model_path, config.hf_config_overrides)
-            )
+        if layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
+            model_config = hf_model.load_config(model_path, config.hf_config_overrides)
+            check_tensor_parallel(layout.tensor_parallel_size, model_config)
+            check_expert_parallel(layout.expert_parallel_size, model_config)
         self._num_matmul_parameters = 0
         is_adapted = section.lora_cfg.enabled
         self.module, self._adapters = self._load_module(model_path, temperature, seed=seed if is_adapted else None)
@@ -198,9 +207,10 @@ class FSDP2TeacherWorker(FSDP2ScoringWorker[TeacherConfig], TeacherWorker):
 
     def _build_model(self, model_path: str, *, temperature: float) -> None:
         config, layout, section = self.config, self.layout, self._section
-        if layout.tensor_parallel_size > 1:
+        if layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
             model_config = hf_model.load_config(model_path, config.hf_config_overrides, section=section)
             check_tensor_parallel(layout.tensor_parallel_size, model_config, key=f"{section}.dtensor_cfg")
+            check_expert_parallel(layout.expert_parallel_size, model_config, key=f"{section}.dtensor_cfg")
         self._model = hf_model.empty_model(model_path, config.hf_config_overrides, section=section)
         tensors = hf_model.open_tensors(model_path, self._model, config.hf_config_overrides, section=section)
         module = make_module(self._model, config, section=section, temperature=temperature, device=self.device)
@@ -210,7 +220,8 @@ class FSDP2TeacherWorker(FSDP2ScoringWorker[TeacherConfig], TeacherWorker):
         if sharding.should_compile(self._model, config.section_of(DTensorConfig), self.device):
             sharding.compile_layers(self._model)
         is_sharded = sharding.frozen_needs_sharding(config, layout, self.device)
-        sharding.place_on_device(module, tensors, config, layout, self.device, is_sharded=is_sharded)
+        key = f"{section}.dtensor_cfg"
+        sharding.place_on_device(module, tensors, config, layout, self.device, is_sharded=is_sharded, key=key)
 
     def _part_tensors(self, part: OffloadPart) -> Iterator[torch.Tensor]:
         if part == "weights":
@@ -237,6 +248,8 @@ def make_module(
         module: CausalLogprobs = SharedPrefixLogprobs(model, sharing_key=f"{key}.share_prefixes", **options)
     else:
         module = CausalLogprobs(model, **options)
+    if config.precision == "bfloat16":
+        keep_float32_routers(find_routers(model))
     if config.precision == "bfloat16" and device.type == "cpu":
         _keep_float32_residual(module)
     return module
@@ -256,20 +269,34 @@ def _keep_float32_residual(module: CausalLogprobs) -> None:
 def named_weights(
     model: PreTrainedModel, dtype: torch.dtype, *, adapter_scale: float | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) pairs for an engine, gathered and cast one at a time.
+    """Yield (name, tensor) pairs for an engine, gathered one at a time and cast; buffers keep their dtype.
 
-    Persistent tensors, tied ones once, split as in the model's files. A tensor that one rank holds whole in `dtype` is
-    not copied: it is the live weight. With an `adapter_scale`, adapters are merged into copies.
+    Persistent tensors, tied ones once, split and named as in the model's files; a few experts' weights are gathered at
+    a time. A tensor that one rank holds whole in `dtype` is not copied: it is the live weight. With an `adapter_scale`,
+    adapters are merged into copies.
     """
     own = _persistent_tensors(model)
     tensors = own if adapter_scale is None else merge_adapter_weights(own, adapter_scale)
-    is_sharded = any(isinstance(t, DTensor) and t.device_mesh.size() > 1 for t in own.values())
-    is_materialized_lazily = is_sharded or adapter_scale is not None  # each when its turn comes
-    if not is_materialized_lazily or _needs_weight_conversion(model, tensors):
-        tensors = revert_weight_conversion(model, {name: _materialize(tensor) for name, tensor in tensors.items()})
+    buffers = {name for name, _ in model.named_buffers()}
+    parts = file_parts(model) if adapter_scale is None else _plain_parts(model)
+    if parts is None:  # files of another shape
+        whole = revert_weight_conversion(model, {name: _materialize(tensor) for name, tensor in tensors.items()})
+        yield from ((name, tensor if name in buffers else tensor.to(dtype)) for name, tensor in whole.items())
+        return
+    names = parts_by_tensor(parts)
     for name, one in tensors.items():
         tensor = one.materialize() if isinstance(one, LazyMergedWeight) else one
-        yield name, sharding.gather_full_tensor(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        tensor = tensor if name in buffers else tensor.to(dtype)
+        yield from _in_file(tensor, names[name])
+
+
+def _plain_parts(model: PreTrainedModel) -> dict[str, FilePart] | None:
+    """Return the parts of a model with adapters, by the names of the plain model."""
+    parts = file_parts(model)
+    if parts is None:
+        return None
+    plain = {name.replace(sharding.BASE_LAYER, "."): part for name, part in parts.items()}
+    return {n: replace(part, tensor=part.tensor.replace(sharding.BASE_LAYER, ".")) for n, part in plain.items()}
 
 
 def _persistent_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -283,14 +310,21 @@ def _persistent_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _materialize(tensor: torch.Tensor | LazyMergedWeight) -> torch.Tensor:
-    return tensor.materialize() if isinstance(tensor, LazyMergedWeight) else sharding.gather_full_tensor(tensor)
+    return tensor.materialize() if isinstance(tensor, LazyMergedWeight) else gather_full_tensor(tensor)
 
 
-def _needs_weight_conversion(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor | LazyMergedWeight]) -> bool:
-    """Return whether the model's files hold other tensors than the model, e.g. one per expert; needs no values."""
-    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
-    converted = revert_weight_conversion(model, dict(shapes))
-    return {n: t.shape for n, t in converted.items()} != {n: t.shape for n, t in shapes.items()}
+def _in_file(tensor: torch.Tensor, parts: Mapping[str, FilePart]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield one of the model's tensors as its files hold it."""
+    if all(part.expert is None for part in parts.values()):
+        whole = gather_full_tensor(tensor)
+        yield from ((name, whole) for name in parts)
+        return
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, part in parts.items():
+        names[-1 if part.expert is None else part.expert].append(name)
+    for expert, weight in gather_experts(tensor):
+        for name in names[expert]:
+            yield name, weight[parts[name].rows(len(weight))]
 
 
 @torch.no_grad()
@@ -371,8 +405,8 @@ class FSDP2Trainer:
                     metrics[name] = step_report.accumulate_metric(metric, metrics.get(name))
                     reductions[name] = metric.reduction
         if self.balance is not None:
-            losses = self.balance.take_losses()
-            metrics, reductions = metrics | losses, reductions | dict.fromkeys(losses, "sum")
+            for name, loss in self.balance.take_losses().items():
+                metrics[name], reductions[name] = loss, "sum"
         return metrics, reductions
 
     def _micro_batch(
@@ -439,7 +473,7 @@ def _total_norm(parameters: list[nn.Parameter], layout: RankLayout) -> torch.Ten
     for p in parameters:
         assert p.grad is not None
         gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-        local[sharding.num_holders(p, layout.world_size)].append(gradient)
+        local[num_holders(p, layout.world_size)].append(gradient)
     norms = {holders: torch.nn.utils.get_total_norm(gradients) for holders, gradients in local.items()}
     if layout.world_size == 1:
         return norms.get(1, torch.zeros(()))

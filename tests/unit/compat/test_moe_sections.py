@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.compat.moe_sections import translate_routers
+from nemo_rl.compat.moe_sections import translate_expert_parallel, translate_routers
 from nemo_rl.compat.tables import Report
 
 QUIET = {"freeze_moe_router": False, "moe_router_load_balancing_type": "none", "moe_router_bias_update_rate": 0.0}
@@ -70,3 +70,14 @@ def test_a_rate_without_a_bias_asks_for_nothing(tmp_path: Path) -> None:
     policy, notes = translated(here, moe_router_bias_update_rate=1e-3)
     assert "moe" not in policy
     assert notes.problems == []
+
+
+@pytest.mark.parametrize(("model_type", "kept"), [("qwen3_moe", True), ("gpt_oss", False), (None, True)])
+def test_experts_are_spread_where_their_kind_can_be(tmp_path: Path, model_type: str | None, kept: bool) -> None:
+    """A model that is not here is checked once its config.json is."""
+    name = "org/absent" if model_type is None else model_directory(tmp_path, model_type=model_type)
+    config = {"policy": {"model_name": name, "dtensor_cfg": {"expert_parallel_size": 8}}}
+    notes = Report(release="main")
+    translate_expert_parallel(config, notes)
+    assert config["policy"]["dtensor_cfg"] == ({"expert_parallel_size": 8} if kept else {})
+    assert ("sharded by FSDP2" in str(notes.switches)) is not kept

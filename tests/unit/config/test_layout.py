@@ -150,6 +150,9 @@ def test_an_address_asks_for_a_cluster() -> None:
         ("cuda", {f"{ENGINES}.backend": "hf", f"{ENGINES}.num_replicas": 1, "cluster.gpus_per_node": 2},
          f"{ENGINES}.backend", "vllm"),
         ("cpu", {f"{POLICY}.data_parallel_size": 3}, "policy.train_global_batch_size", "multiple of the 3"),
+        ("cpu", {f"{POLICY}.expert_parallel_size": 2}, f"{POLICY}.expert_parallel_size", "divide the 1 data parallel"),
+        ("cuda", {f"{POLICY}.expert_parallel_size": 4, f"{POLICY}.tensor_parallel_size": 4, "cluster.gpus_per_node": 8},
+         f"{POLICY}.expert_parallel_size", "divide the 2 data parallel ranks"),
     ],
 )  # fmt: skip
 def test_what_cannot_stand_is_refused_with_what_is_allowed(
@@ -167,6 +170,7 @@ def test_what_cannot_stand_is_refused_with_what_is_allowed(
         ("cuda", {"grpo.async_grpo.enabled": True, f"{ENGINES}.vllm_cfg.enable_sleep_mode": False}),
         ("cpu", {f"{ENGINES}.colocated.enabled": False}),
         ("cpu", {f"{ENGINES}.backend": "hf", f"{POLICY}.data_parallel_size": 2}),
+        ("cuda", {f"{POLICY}.expert_parallel_size": 4, "cluster.gpus_per_node": 8}),
     ],
 )
 def test_what_can_stand_is_accepted(device: str, values: dict[str, Any]) -> None:

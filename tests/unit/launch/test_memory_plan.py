@@ -149,7 +149,8 @@ def test_a_recipe_states_the_peak_that_the_plan_expects_on_its_gpus(recipe: str)
 def test_recipes_are_sized_for_the_usual_wishes() -> None:
     names = {Path(recipe).stem for recipe in SIZED}
     assert names >= {"grpo_math_7B", "grpo_math_32B", "grpo_math_7B_lora", "grpo_math_7B_lora_24gb",
-                     "grpo_math_7B_async", "grpo_math_7B_16k", "distillation_math_8B"}  # fmt: skip
+                     "grpo_math_7B_async", "grpo_math_7B_16k", "distillation_math_8B",
+                     "grpo_math_30B_A3B", "grpo_math_30B_A3B_lora"}  # fmt: skip
     assert "examples/agents/grpo_math_7B.yaml" in SIZED
 
 

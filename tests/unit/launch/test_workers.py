@@ -63,6 +63,10 @@ def test_the_plan_follows_the_configuration(recipe: Recipe, override: str, line:
             ],
         ),
         (
+            ("policy.dtensor_cfg={data_parallel_size: 4, expert_parallel_size: 2}",),
+            ["#   policy: m, FSDP2, 4 ranks, experts over 2 data parallel ranks, in 2 copies on cpu: node 0, float32"],
+        ),
+        (
             ("policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 2, pipeline_model_parallel_size: 3}",),
             ["#   policy: m, Megatron, 6 ranks (1 data x 3 pipeline x 2 tensor parallel) on cpu: node 0, float32"],
         ),
@@ -86,7 +90,7 @@ def test_the_plan_follows_the_configuration(recipe: Recipe, override: str, line:
             ],
         ),
     ],
-    ids=["two CPU nodes", "megatron", "colocated", "split"],
+    ids=["two CPU nodes", "experts", "megatron", "colocated", "split"],
 )
 def test_the_plan_of_a_cluster_names_nodes_and_gpus(
     recipe: Recipe, overrides: tuple[str, ...], lines: list[str]

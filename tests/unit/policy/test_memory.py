@@ -29,6 +29,7 @@ def shape_of(name: str) -> ModelShape:
         ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
         ("Qwen/Qwen2.5-7B", 7_615_616_512),
         ("Qwen/Qwen2.5-32B", 32_763_876_352),
+        ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
     ],
 )
 def test_parameters_are_those_of_the_real_models(name: str, parameters: int) -> None:
@@ -45,7 +46,7 @@ def test_adapters_have_dim_times_both_widths_of_each_layer() -> None:
 
 
 def test_another_kind_of_model_is_named() -> None:
-    with pytest.raises(UnknownShapeError, match=r"mamba.*llama, mistral, qwen2, qwen3"):
+    with pytest.raises(UnknownShapeError, match=r"mamba.*llama, mistral, qwen2, qwen3, qwen3_moe, mixtral"):
         ModelShape.from_config("m", {"model_type": "mamba"})
 
 
@@ -70,6 +71,33 @@ def test_megatron_divides_the_optimizer_alone() -> None:
 def test_without_a_distributed_optimizer_megatron_divides_nothing() -> None:
     model = RankMemory(shape=MEDIUM, data=4, is_replicated=True, is_optimizer_whole=True)
     assert (model.weights, model.optimizer) == (6 * 7_615_616_512, 8 * 7_615_616_512)
+
+
+def test_experts_over_ranks_are_divided_but_never_gathered() -> None:
+    """A rank gathers its own experts of a layer, 1 / 8 of them; what stays on it is 1 / 8 of the model either way."""
+    shape = shape_of("Qwen/Qwen3-30B-A3B")
+    experts = 3 * 128 * 2048 * 768
+    gathered, over_ranks = (RankMemory(shape=shape, data=8, experts=n, train_tokens=4096) for n in (1, 8))
+    assert shape.expert_parameters == 48 * experts
+    assert over_ranks.weights == gathered.weights == 4 * 30_532_122_624 // 8
+    in_layers = [replace(model, shape=replace(shape, vocab_size=1000)).gathered for model in (gathered, over_ranks)]
+    assert in_layers[0] - in_layers[1] == 10 * (experts - experts // 8)  # 3 times in bfloat16 and once in float32
+    assert gathered.whole_bytes - over_ranks.whole_bytes == 6 * 48 * (experts - experts // 8)
+
+
+def test_a_tensor_parallel_rank_holds_whole_experts() -> None:
+    shape = shape_of("Qwen/Qwen3-30B-A3B")
+    half = RankMemory(shape=shape, data=4, tensor=2)
+    assert half.own_parameters == shape.expert_parameters + (30_532_122_624 - shape.expert_parameters) // 2
+
+
+def test_adapters_of_a_mixture_are_those_of_its_attention() -> None:
+    assert shape_of("Qwen/Qwen3-30B-A3B").adapter_parameters(8) == 48 * 8 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+
+
+def test_layers_without_experts_are_named() -> None:
+    with pytest.raises(UnknownShapeError, match="has layers without experts"):
+        ModelShape.from_config("m", MODEL_CONFIGS["Qwen/Qwen3-30B-A3B"] | {"mlp_only_layers": [0]})
 
 
 def test_adapters_alone_have_gradients_and_optimizer_state() -> None:

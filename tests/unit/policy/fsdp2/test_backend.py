@@ -3,7 +3,8 @@ from transformers import GPT2Config, Qwen3Config
 
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig, check_backend
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.fsdp2.backend import check_tensor_parallel
+from nemo_rl.policy.fsdp2.backend import check_expert_parallel, check_tensor_parallel
+from tests.unit.policy.tiny import EXPERT_MODELS
 
 KEY = r"policy\.dtensor_cfg\.tensor_parallel_size"
 
@@ -32,9 +33,31 @@ def test_size_that_does_not_names_those_that_do(size: int, sizes: dict[str, int]
 
 
 def test_model_without_a_plan_names_those_with_one() -> None:
-    with pytest.raises(ConfigError, match=f"{KEY} = 2: .*'gpt2'; supported: llama, qwen2, qwen3$"):
+    with pytest.raises(ConfigError, match=f"{KEY} = 2: .*'gpt2'; supported: llama, qwen2, qwen3, qwen3_moe, mixtral$"):
         check_tensor_parallel(2, GPT2Config())
     check_tensor_parallel(1, GPT2Config())
+
+
+def test_experts_are_spread_over_ranks_that_divide_them() -> None:
+    for size in (1, 2, 4, 8):
+        check_expert_parallel(size, EXPERT_MODELS["deepseek_v3"]().config)
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel_size = 3: must divide the model's 8 experts; .*1, 2, 4, 8$"
+    ):
+        check_expert_parallel(3, EXPERT_MODELS["qwen3_moe"]().config)
+
+
+def test_experts_of_other_models_stay_together() -> None:
+    with pytest.raises(ConfigError, match=r"'qwen3'; supported: qwen3_moe, mixtral, deepseek_v3; else 1$"):
+        check_expert_parallel(2, qwen3())
+    check_expert_parallel(1, qwen3())
+
+
+@pytest.mark.parametrize("section", [PolicyConfig, TeacherConfig])
+def test_layers_whose_ranks_exchange_tokens_are_not_compiled(section: type[PolicyConfig | TeacherConfig]) -> None:
+    options = {"compile": True, "expert_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"model\.dtensor_cfg\.compile = True: .*expert_parallel_size is 2: .*auto$"):
+        check_backend(section.model_validate({"model_name": "m", "dtensor_cfg": options}), key="model")
 
 
 @pytest.mark.parametrize("section", [PolicyConfig, TeacherConfig])

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 
 from nemo_rl.config.moe import MoEConfig
-from nemo_rl.policy.fsdp2.balance import RouterBalance, find_routers
+from nemo_rl.distributed.expert_routers import find_routers
+from nemo_rl.policy.fsdp2.balance import RouterBalance
 from nemo_rl.policy.fsdp2.worker import FSDP2Trainer
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
