@@ -162,7 +162,10 @@ def final_text(row: Mapping[str, Any], *, limit: int = 1500) -> str:
 def split_answer(text: str) -> tuple[str, str]:
     """Return the thinking in a text, and the rest."""
     parts = _split_thinking(text)
-    return tuple("\n".join(part for kind, part in parts if kind == wanted and part) for wanted in ("thinking", "text"))
+    thinking, rest = (
+        "\n".join(part for kind, part in parts if kind == wanted and part) for wanted in ("thinking", "text")
+    )
+    return thinking, rest
 
 
 def answer_text(row: Mapping[str, Any], *, limit: int) -> str:
