@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from nemo_rl.algorithms.checkpoint_writer import CheckpointWriter, Position, restore
 from nemo_rl.algorithms.interrupt import Interrupted
 from nemo_rl.algorithms.step_histograms import HistogramObserver
-from nemo_rl.algorithms.step_observers import CheckpointObserver, DetailsObserver, StepObserver
+from nemo_rl.algorithms.step_observers import CheckpointObserver, DetailsObserver, StepObserver, TruncationObserver
 from nemo_rl.algorithms.training_progress import TrainingProgress, checkpoint_metrics
 from nemo_rl.algorithms.training_reports import report_step, report_train_samples
 from nemo_rl.algorithms.training_run import TrainingRun
@@ -49,7 +49,8 @@ def make_observers(run: TrainingRun, training: TrainingProgress) -> Sequence[Ste
     details = [] if run.details is None else [DetailsObserver(run, training, run.details)]
     validation = [] if run.validator is None else [ValidationObserver(run, training, run.validator)]
     histograms = [HistogramObserver(run.logger, training)] if isinstance(run.logger, HistogramLogger) else []
-    return (*details, *histograms, *validation, CheckpointObserver(run, training))
+    truncation = TruncationObserver(run, training)
+    return (*details, *histograms, truncation, *validation, CheckpointObserver(run, training))
 
 
 async def _train_all_steps(run: TrainingRun, training: TrainingProgress, observers: Sequence[StepObserver]) -> None:

@@ -3,11 +3,18 @@
 Each point calls all observers in the order of `loop.make_observers`. The validation's is validation_observer.py.
 """
 
+import logging
+
 from nemo_rl.algorithms.stages import StepBatch
 from nemo_rl.algorithms.training_progress import TrainingProgress, save_if_due
 from nemo_rl.algorithms.training_run import TrainingRun
+from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.experience.rollout_details import RolloutDetails
 from nemo_rl.observability.loggers import StepTimer
+
+logger = logging.getLogger(__name__)
+
+MUCH_TRUNCATED = 0.3  # share of a step's responses
 
 
 class StepObserver:
@@ -36,6 +43,33 @@ class StepObserver:
 
     async def at_exit(self) -> None:
         """Run when the loop ends, after an error too."""
+
+
+class TruncationObserver(StepObserver):
+    """Warns once, with the limits, if many responses are cut off."""
+
+    def __init__(self, run: TrainingRun, training: TrainingProgress) -> None:
+        self._policy = run.config.policy
+        self._training = training
+        self._has_warned = False
+
+    async def at_step_end(self) -> None:
+        """Compare the share of the step."""
+        share = self._training.metrics.get("truncation_rate", 0.0)
+        if self._has_warned or share <= MUCH_TRUNCATED:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%.0f%% of the responses of step %d were cut off: %s",
+            100 * share, self._training.position.step, describe_limits(self._policy),
+        )  # fmt: skip
+
+
+def describe_limits(policy: PolicyConfig) -> str:
+    """Return the limits of a response, with their keys."""
+    total = f"policy.max_total_sequence_length = {policy.max_total_sequence_length}"
+    new = policy.generation.max_new_tokens
+    return total if new is None else f"policy.generation.max_new_tokens = {new}, {total}"
 
 
 class DetailsObserver(StepObserver):

@@ -116,7 +116,7 @@ def check_checkpointing(config: TrainingRunConfig) -> None:
     """
     section = config.algorithm_key
     extra = _pass_metrics(config)
-    metric = _ranking_metric(config, config.algorithm, section, extra, "accuracy", "train:reward or null")
+    metric = _ranking_metric(config, config.algorithm, section, extra, "accuracy")
     if metric is None or metric.kind == "train":
         return
     if metric.name.rpartition("/")[2] == "greedy_accuracy" and not config.algorithm.val_greedy:
@@ -137,11 +137,10 @@ def _ranking_metric(
     section: str,
     extra: frozenset[str],
     example: str,
-    without: str,
 ) -> RankingMetric | None:
     """Return the metric that ranks checkpoints, None if none does; raises ConfigError unless the run computes it.
 
-    `extra` are names of validations that `section` adds; `example` and `without` are what the errors propose.
+    `extra` are names of validations that `section` adds; `example` is what the errors propose.
     """
     text = config.checkpointing.metric_name
     if not config.checkpointing.enabled or text is None:
@@ -153,7 +152,7 @@ def _ranking_metric(
     if "/" not in name and name not in known:
         raise ConfigError(KEY, text, f"no such metric{suggest_name(name, known)}")
     if kind == "val" and not config.data.validates:
-        raise ConfigError(KEY, text, f"needs a dataset in data.validation; without one use {without}")
+        return None  # the start warns of it, and keeps the newest checkpoints
     if kind == "val" and "/" in name:
         _check_set_metric(config, text, name, known)
     if kind == "val" and validation.val_period == 0 and not validation.val_at_end:
@@ -526,6 +525,6 @@ def _check_data_length(config: SupervisedRunConfig | RewardModelRunConfig) -> No
 
 def _check_supervised_metric(config: SupervisedRunConfig) -> None:
     """Check the metric that ranks checkpoints."""
-    metric = _ranking_metric(config, config.algorithm, config.algorithm_key, frozenset(), "loss", "null")
+    metric = _ranking_metric(config, config.algorithm, config.algorithm_key, frozenset(), "loss")
     if metric is not None and metric.name.rpartition("/")[2].endswith("loss") and config.checkpointing.higher_is_better:
         raise ConfigError("checkpointing.higher_is_better", True, f"{metric.text} is better when it is lower: false")

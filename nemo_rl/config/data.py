@@ -20,16 +20,20 @@ from nemo_rl.recipes import find_prompt
 
 Overlong: TypeAlias = Literal["mask", "drop", "refuse"]
 
+JSON_LINES = (".jsonl", ".ndjson")  # endings of files of JSON Lines
+TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}  # loaders of datasets
+
 
 class DatasetConfig(Section):
     """One dataset; a key that is None is taken from what its entry knows, then from `data.default`."""
 
-    dataset_name: str | None = None  # the name of a built-in or registered entry, or a dotted path
+    dataset_name: str | None = None  # a built-in or registered entry, or a dotted path; None: by the end of data_path
     name: str | None = None  # in metrics; None: dataset_name, numbered if it is not unique
-    data_path: str | None = None  # jsonl, nemo_gym: a file; huggingface: a hub name or a directory
+    data_path: str | None = None  # jsonl, file, nemo_gym: a file; huggingface: a hub name or a directory
     subset: str | None = None  # huggingface: the name of the dataset's configuration
     split: str | None = None  # huggingface; None: "train"
-    input_key: str | None = None  # the field with the question; None: "messages" if present, else "input"
+    # the field with the question, a text or a list of messages; None: "messages" or "prompt" if present, else "input"
+    input_key: str | None = None
     output_key: str | None = None  # the field with the answer; None: "output"
     chosen_key: str | None = None  # preference pairs: the field with the preferred answer; None: "chosen"
     rejected_key: str | None = None  # preference pairs: the field with the other answer; None: "rejected"
@@ -136,7 +140,7 @@ def resolve_dataset(
 
     Raises ConfigError where no dataset, or an unknown one, is named.
     """
-    name = own.dataset_name or default.dataset_name
+    name = own.dataset_name or default.dataset_name or infer_dataset_name(own.data_path)
     if name is None:
         raise ConfigError(f"{key}.dataset_name", None, "required", known=DATASETS.names)
     entry = find_dataset(name, key=f"{key}.dataset_name")
@@ -146,6 +150,19 @@ def resolve_dataset(
         set_values = {field: getattr(layer, field) for field in layer.model_fields_set}
         values |= {field: value for field, value in set_values.items() if value is not None}
     return entry, DatasetConfig(**{**values, "dataset_name": name})
+
+
+def infer_dataset_name(data_path: str | None) -> str | None:
+    """Return the entry that reads a path: by its ending, or "huggingface" for a directory or a name on the hub.
+
+    Example: "rows.parquet" is "file", "org/rows" is "huggingface"
+    """
+    if data_path is None:
+        return None
+    suffix = Path(data_path).suffix.lower()
+    if suffix in JSON_LINES:
+        return "jsonl"
+    return "file" if suffix in TABLE_FORMATS else "huggingface"
 
 
 def make_unique_name(name: str, taken: Collection[str]) -> str:

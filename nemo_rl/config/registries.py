@@ -129,6 +129,7 @@ DATASETS = Kind(
         "Tulu3Preference": "nemo_rl.data.public_datasets:TULU3_PREFERENCE",
         "spell_backward": "nemo_rl.quickstart.words:SPELL_BACKWARD",
         "open_assistant": "nemo_rl.data.public_datasets:OPEN_ASSISTANT",
+        "file": "nemo_rl.data.row_sources:FILE",
         "csv": "nemo_rl.data.row_sources:CSV",
         "mmlu_csv": "nemo_rl.data.public_datasets:MMLU_CSV",
         "mmlu": "nemo_rl.data.public_datasets:MMLU",

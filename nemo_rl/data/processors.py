@@ -4,8 +4,9 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from nemo_rl.config.data import DatasetConfig, find_dataset
@@ -83,12 +84,18 @@ def adapt_processor(key: str, path: str, target: Any) -> Entry[DatasetConfig]:
 
 def read_question_answer(row: Row, row_format: RowFormat) -> Prompt:
     """Return the prompt of a row with a question in one field and its answer in another."""
-    question, answer = row[row_format.input_key], row[row_format.output_key]
+    question, answer = _field(row, row_format.input_key, "input_key"), _field(row, row_format.output_key, "output_key")
     if not isinstance(question, str) or not question.strip():
         raise DataError(f"{row_format.input_key!r} is {question!r:.80}; allowed: a text")
     check_text(question, row_format.input_key)
     check_answer(answer, row_format.output_key)
     return Prompt("", row_format.task_name, row_format.messages(question), {"answer": str(answer)})
+
+
+def _field(row: Row, name: str, key: str) -> Any:
+    if name not in row:
+        raise DataError(f"has no field {name!r}; {key} may name one of {', '.join(row)}")
+    return row[name]
 
 
 def check_answer(answer: object, where: str) -> None:
@@ -127,6 +134,19 @@ def read_messages(row: Row, row_format: RowFormat) -> Prompt:
     return Prompt("", row_format.task_name, messages, state, parse_tools(row))
 
 
+def read_prompt_column(row: Row, row_format: RowFormat, column: str) -> Prompt:
+    """Return the prompt of a row with a question in `column`, a text or a list of messages; TRL's and verl's form.
+
+    The other fields go to the environment. `answer` is the field `output_key`, or verl's reward_model.ground_truth.
+    """
+    content, others = row[column], {name: value for name, value in row.items() if name != column}
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    verl = row.get("reward_model")
+    found = others.get(row_format.output_key, verl.get("ground_truth") if isinstance(verl, Mapping) else None)
+    answer = {} if found is None else {"answer": str(found)}
+    return read_messages({**answer, **others, "messages": messages}, row_format)
+
+
 def read_reasoning_gym_entry(row: Row, row_format: RowFormat) -> Prompt:
     """Return the prompt of a reasoning_gym entry; the environment gets all of it, since the task scores with it."""
     check_entry(row["task"], row["entry"])
@@ -136,8 +156,13 @@ def read_reasoning_gym_entry(row: Row, row_format: RowFormat) -> Prompt:
 def _infer_processor(row: Row, section: DatasetConfig) -> Processor:
     if "entry" in row and "task" in row:
         return read_reasoning_gym_entry
-    has_messages = section.input_key is None and "messages" in row
-    return read_messages if has_messages else read_question_answer
+    if section.input_key is None and "messages" in row:
+        return read_messages
+    column = section.input_key or "prompt"
+    is_prompt = section.input_key is None and "input" not in row and isinstance(row.get(column), str)
+    if is_prompt or isinstance(row.get(column), list | tuple):
+        return partial(read_prompt_column, column=column)
+    return read_question_answer
 
 
 def _read_text(file: str | None, key: str) -> str | None:

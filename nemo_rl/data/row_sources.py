@@ -5,15 +5,17 @@ directory with files of the same schema. Loaded with the configuration, so large
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.config.data import DatasetConfig, DatasetEntry, check_file, find_dataset
+from nemo_rl.config.data import JSON_LINES, TABLE_FORMATS, DatasetConfig, DatasetEntry, check_file, find_dataset
 from nemo_rl.data.rows import Row, RowFile, Rows, read_jsonl
 from nemo_rl.data.table_rows import Table, TableRows
 from nemo_rl.errors import ConfigError, DataError
 
+SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # files of directories that `save_to_disk` writes
 FIELD_PROCESSORS = (None, "question_answer", "final_answer")  # with `input_key` they read no other field than two
 
 
@@ -62,8 +64,20 @@ def adapt_dataset(key: str, path: str, target: Any) -> DatasetEntry:
 
 
 def check_data_file(key: str, section: DatasetConfig, config: Any) -> None:
-    """Raise ConfigError unless `data_path` names an existing file."""
-    check_file(f"{key}.data_path", require_data_path(section, f"{key}.data_path"))
+    """Raise ConfigError unless `data_path` names an existing file whose ending is one of JSON Lines, or of no table."""
+    path = require_data_path(section, f"{key}.data_path")
+    check_file(f"{key}.data_path", path)
+    if Path(path).suffix.lower() in TABLE_FORMATS.keys() - {".json"}:
+        raise ConfigError(
+            f"{key}.dataset_name", section.dataset_name, f"{path} is no file of JSON Lines; allowed: file"
+        )
+
+
+def check_table_file(key: str, section: DatasetConfig, config: Any) -> None:
+    """Raise ConfigError unless `data_path` names an existing file of a known format."""
+    path = require_data_path(section, f"{key}.data_path")
+    check_file(f"{key}.data_path", path)
+    _table_format(path, f"{key}.data_path")
 
 
 def require_data_path(section: DatasetConfig, key: str = "data_path") -> str:
@@ -93,6 +107,8 @@ def load_hub_rows(section: DatasetConfig, subset: str | None, **options: Any) ->
     import datasets  # takes a second, and most recipes do not need it
 
     path = require_data_path(section)
+    if any((Path(path) / name).is_file() for name in SAVED_TO_DISK):
+        return _load_saved(path, section.split)
     try:
         subset = None if Path(path).is_dir() else subset
         loaded: Any = datasets.load_dataset(path, subset, split=section.split or "train", **options)
@@ -101,12 +117,47 @@ def load_hub_rows(section: DatasetConfig, subset: str | None, **options: Any) ->
     return Table(path, (loaded,))
 
 
+def _load_saved(path: str, split: str | None) -> Table:
+    """Return the rows of a directory that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    import datasets
+
+    try:
+        loaded: Any = datasets.load_from_disk(path)
+    except Exception as error:  # the library raises its own, pyarrow's and the file system's errors
+        raise DataError(f"{path}: cannot be loaded: {type(error).__name__}: {error}") from error
+    if isinstance(loaded, dict):
+        name = split or "train"
+        if name not in loaded:
+            raise ConfigError("split", split, f"{path} has no split {name!r}", known=loaded)
+        loaded = loaded[name]
+    elif split is not None:
+        raise ConfigError("split", split, f"{path} is a single dataset without splits; allowed: null")
+    return Table(path, (loaded,))
+
+
+def _table_format(path: str, key: str = "data_path") -> str:
+    """Return the loader of a file by its ending; raises ConfigError for `key` for any other."""
+    formats = TABLE_FORMATS | dict.fromkeys(JSON_LINES, "json")
+    suffix = Path(path).suffix.lower()
+    if suffix not in formats:
+        raise ConfigError(key, path, f"its format is not known by its ending; allowed: {', '.join(formats)}")
+    return formats[suffix]
+
+
+def _load_file(section: DatasetConfig, seed: int) -> Table:
+    """Return the rows of a file, `data_path`, whose format is known by its ending."""
+    path = require_data_path(section)
+    by_format = section.model_copy(update={"data_path": _table_format(path), "split": None})
+    return replace(load_hub_rows(by_format, None, data_files=path), source=path)
+
+
 def load_csv_rows(section: DatasetConfig) -> Table:
     """Return the rows of a file with a header line, `data_path`: a path or an address."""
     return load_hub_rows(section.model_copy(update={"data_path": "csv"}), None, data_files=require_data_path(section))
 
 
 JSONL = DatasetEntry(DatasetConfig, make=_load_jsonl, check=check_data_file, reads_lines=True)
+FILE = DatasetEntry(DatasetConfig, make=_load_file, check=check_table_file, reads_tables=True)
 CSV = DatasetEntry(
     DatasetConfig, make=lambda section, seed: load_csv_rows(section), check=require_path_of, reads_tables=True
 )

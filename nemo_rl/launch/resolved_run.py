@@ -3,12 +3,14 @@
 Errors in a recipe or its data end a run here, before anything is opened.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeAlias
 
 from nemo_rl.algorithms.cross_tokenizer_stage import TeacherTargetBuilder
+from nemo_rl.algorithms.step_observers import describe_limits
 from nemo_rl.config.checks import check_task_teachers, uses_teachers
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.layout_planner import make_layout, make_policy_layout
@@ -32,6 +34,9 @@ from nemo_rl.policy.optimizers import check_optimizer
 from nemo_rl.types import Prompt
 from nemo_rl.weight_sync.transports import choose_transport
 
+logger = logging.getLogger(__name__)
+
+SHORT_TOKENS, LONG_MODEL_TOKENS = 128, 1024  # a limit for toy tasks, and a context that no toy model has
 COMPARING = ("math", "tools")  # types of environments that compare a response with `answer`
 GPU_KEYS = {"gpus_per_node", "gpu_memory_gb"}  # of `cluster`, which describe the machines of a run
 
@@ -65,10 +70,16 @@ async def resolve_run(config: TrainingRunConfig) -> ResolvedRun:
     """Resolve a run on rollouts; raises ConfigError or DataError for whatever can be refused before weights load."""
     layout = find_layout(config)
     check_engine_build(config, layout)
+    return await resolve_on(config, layout)
+
+
+async def resolve_on(config: TrainingRunConfig, layout: Layout) -> ResolvedRun:
+    """Resolve a run for a layout, whose devices need not be here; raises as `resolve_run` about all but them."""
     check_optimizer(config.policy)
     train, validation = load_prompts(config)  # before the model: making the quickstart's takes half a minute
     policy = await resolve_policy(config.policy)
     check_stop_tokens(config, policy.vocab_size)
+    _warn_of_short_limits(config, policy)
     config, layout = _fit_engine_to_model(config, layout, policy)
     room = config.policy.max_total_sequence_length - 1  # for one sampled token
     limit = LengthLimit(policy.encoder, min(config.data.max_input_seq_length or room, room))
@@ -111,6 +122,16 @@ def check_tasks(config: RolloutRunConfig, prompt_sets: Sequence[PromptSet]) -> N
     for prompt_set in prompt_sets:
         for task in sorted(prompt_set.task_names - config.env.keys()):
             raise ConfigError(f"env.{task}", None, f"needed by the dataset {prompt_set.name!r}", known=config.env)
+
+
+def _warn_of_short_limits(config: TrainingRunConfig, policy: ResolvedModel) -> None:
+    """Warn of limits that a recipe for a toy model has left to a model of long answers."""
+    total = config.policy.max_total_sequence_length
+    if total <= SHORT_TOKENS and (policy.max_length or 0) >= LONG_MODEL_TOKENS:
+        logger.warning(
+            "prompt and response have %d tokens together, of the %d that the model takes: %s",
+            total, policy.max_length, describe_limits(config.policy),
+        )  # fmt: skip
 
 
 def check_stop_tokens(config: TrainingRunConfig, vocab_size: int) -> None:

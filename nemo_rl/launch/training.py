@@ -101,14 +101,21 @@ def open_records(
 
 
 def open_checkpoints(
-    section: CheckpointingConfig, run_dir: Path, stack: ExitStack | AsyncExitStack
+    config: TrainingRunConfig | SupervisedRunConfig, run_dir: Path, stack: ExitStack | AsyncExitStack
 ) -> CheckpointStore | None:
     """Return the checkpoint store, of this run alone until `stack` closes; None if nothing is saved.
 
-    Call it before models are loaded: it raises ConfigError if another run uses the directory.
+    Without a validation set no metric of validations ranks the checkpoints: the newest are kept. Call it before models
+    are loaded: it raises ConfigError if another run uses the directory.
     """
+    section = config.checkpointing
     if not section.enabled:
         return None
+    if (section.metric_name or "").startswith("val:") and not config.data.validates:
+        logger.warning(
+            "data.validation is not set: keeping the newest checkpoints, not the best %s", section.metric_name
+        )
+        section = section.model_copy(update={"metric_name": None})
     directory = Path(section.checkpoint_dir or run_dir / "checkpoints")
     stack.enter_context(hold_directory(directory, key="checkpointing.checkpoint_dir"))
     name_run(directory, run_dir)
@@ -240,7 +247,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
         overlong = {f"data/validation/{name}/num_overlong": float(n) for name, n in run.overlong_measured.items()}
         if any(overlong.values()):
             metrics_logger.log_metrics(overlong, 0)
-        checkpoints = open_checkpoints(config.checkpointing, run_dir, stack)
+        checkpoints = open_checkpoints(config, run_dir, stack)
         workers = await open_workers(run, log_dir=run_dir / "logs", stack=stack)
         await stack.enter_async_context(follow_requests(workers.generation, run_dir))
         progress = make_progress(config.logger, console, rollouts_per_step=config.algorithm.num_samples_per_step)

@@ -252,6 +252,7 @@ def test_losses_and_advantages_without_a_formula_are_refused(load: Load, overrid
         [CHECKPOINTS, "checkpointing.metric_name=val:gsm8k_2/accuracy", VALIDATIONS],
         [CHECKPOINTS, "checkpointing.metric_name=val:pass_4", VALIDATION, "grpo.val_num_generations_per_prompt=4"],
         ["checkpointing.metric_name=val:accuracy"],
+        [CHECKPOINTS, "checkpointing.metric_name=val:accuracy"],  # nothing is validated: the newest are kept
     ],
 )
 def test_what_has_a_meaning_is_accepted(load: Load, overrides: list[str]) -> None:
@@ -267,7 +268,6 @@ def test_what_has_a_meaning_is_accepted(load: Load, overrides: list[str]) -> Non
         ("val:pass_8", [VALIDATION], "no such metric"),
         ("train:rewards", [], r"did you mean reward\?"),
         ("train:forward_kl", [], "no such metric"),
-        ("val:accuracy", [], "data.validation"),
         ("val:accuracy", [VALIDATION, NO_END, "grpo.val_period=0"], "grpo.val_period"),
         ("val:greedy_accuracy", [VALIDATION], "grpo.val_greedy: true"),
         ("val:gsm8k/greedy_accuracy", [VALIDATIONS], "grpo.val_greedy: true"),

@@ -169,7 +169,6 @@ data: {train: {dataset_name: spell_backward}}
         ("++policy.router_replay.enabled=true", "policy.router_replay.enabled", "no engine samples"),
         ("++data.train.output_key=a", "data.train.output_key", "training on pairs does not read it"),
         ("++data.max_input_seq_length=65", "data.max_input_seq_length", "at most policy.max_total"),
-        ("++checkpointing={enabled: true, metric_name: 'val:loss'}", "checkpointing.metric_name", "data.validation"),
         ("data.train.dataset_name=nemo_gym", "data.train.dataset_name", "tasks of agents"),
     ],
 )

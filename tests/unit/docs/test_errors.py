@@ -27,7 +27,6 @@ REFUSALS = [
     ),
     ("checkpoints.md", "checkpointing.metric_name=accuracy"),
     ("checkpoints.md", "checkpointing.metric_name=val:acuracy"),
-    ("checkpoints.md", "checkpointing.metric_name=val:accuracy data.validation=null"),
     ("checkpoints.md", "checkpointing.metric_name=val:greedy_accuracy grpo.val_greedy=false"),
     ("clusters.md", EIGHT_GPUS + SPLIT + "policy.dtensor_cfg.data_parallel_size=8"),
     ("clusters.md", "policy.device=cuda policy.generation.colocated.enabled=false"),
