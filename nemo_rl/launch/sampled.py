@@ -24,7 +24,7 @@ from nemo_rl.interfaces import Generation
 from nemo_rl.launch.memory_plan import sampling_memory_plan
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.launch.resolved_model import check_context_length
-from nemo_rl.launch.resolved_run import check_tasks
+from nemo_rl.launch.resolved_run import GPU_KEYS, check_tasks
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.types import Message
 
@@ -210,6 +210,13 @@ def find_device(config: SampledRunConfig) -> Device | None:
     if config.server.address is not None:
         return None
     return choose_device(config.policy.device, config.engine.devices)
+
+
+def find_planned_device(config: SampledRunConfig) -> Device:
+    """Return the device that a plan is for: that of this machine, or CUDA for a recipe that names GPUs."""
+    if config.cluster.gpus_per_node > 0 and config.cluster.model_fields_set & GPU_KEYS:
+        return "cuda"
+    return find_device(config) or "cpu"
 
 
 async def open_engine(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> Generation:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from nemo_rl.cli import VERBS, run
+from nemo_rl.cli import OTHER_WORDS, VERBS, run
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,3 +40,16 @@ def test_help_and_a_mistyped_key_import_no_heavy_library(arguments: list[str]) -
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "verb"), [("train", "grpo"), ("evaluate", "eval"), ("grop", "grpo"), ("veiw", "view")]
+)
+def test_unknown_command_suggests_what_may_be_meant(word: str, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([word]) == 2
+    assert f"no such command: {word!r}; did you mean {verb}?" in capsys.readouterr().err
+
+
+def test_words_of_others_suggest_commands_that_exist() -> None:
+    assert set(OTHER_WORDS.values()) <= VERBS.keys()
+    assert not OTHER_WORDS.keys() & VERBS.keys()

@@ -11,14 +11,10 @@ import pytest
 from nemo_rl.command_line import run_command
 from nemo_rl.doctor import diagnosis
 from nemo_rl.doctor.diagnosis import DOCTOR, diagnose
-from nemo_rl.doctor.facts import (
-    GIB,
-    Disk,
-    Facts,
-    Gpu,
+from nemo_rl.doctor.facts import GIB, Disk, Facts, Gpu, probe_disk
+from nemo_rl.doctor.recipe_facts import (
     ModelFacts,
     RecipeFacts,
-    probe_disk,
     probe_gym_python,
     probe_model,
     probe_recipe,
@@ -54,6 +50,7 @@ SOUND = Facts(
     proxy=None,
     skips_proxy=False,
     disks={"working directory": DISK},
+    has_slurm=False,
     ray_address=None,
     ray_answers=True,
     ray_processes=(),
@@ -209,7 +206,8 @@ def test_a_models_files_are_looked_at(tmp_path: Path, monkeypatch: pytest.Monkey
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     (model / "1.safetensors").write_bytes(b"")
-    assert probe_model(str(model), None) == ModelFacts(str(model), ("2.safetensors",), lacks_template=True)
+    damaged = ("1.safetensors",)
+    assert probe_model(str(model), None) == ModelFacts(str(model), ("2.safetensors",), damaged, lacks_template=True)
     for name in ("model.safetensors.index.json", "tokenizer_config.json"):  # a download that stopped
         (model / name).write_text('{"weight_map": {')
     assert probe_model(str(model), None).missing_files == ("model.safetensors.index.json", "tokenizer_config.json")

@@ -314,6 +314,15 @@ def test_the_engine_of_an_evaluation_that_is_too_large() -> None:
     ]
 
 
+def test_evaluation_on_a_cpu_is_planned_for_the_host() -> None:
+    overrides = ("policy.model_name=Qwen/Qwen2.5-1.5B", "policy.precision=bfloat16")
+    config = load_eval_config(ROOT / "examples/configs/eval.yaml", overrides)
+    plan = str(sampling_memory_plan(*config.models, device="cpu"))
+    assert plan.startswith("# memory: expected peak of the host\n")
+    assert "weights 3.1" in plan  # 1.54e9 parameters of 2 bytes
+    assert "GPU" not in plan
+
+
 def test_the_plan_of_a_reward_model() -> None:
     overrides = ("policy.model_name=Qwen/Qwen2.5-1.5B",)
     config = load_reward_model_config(ROOT / "examples/configs/rm_quickstart.yaml", overrides)
