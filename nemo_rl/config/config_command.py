@@ -14,7 +14,7 @@ DESCRIPTION = """Look into configurations without running them.
 nemo-rl config list                       the packaged recipes, and the command that runs each
 nemo-rl config show RECIPE [key=value]    a recipe as the command would read it, with every default
 nemo-rl config schema [COMMAND]           all keys of a command with types and defaults
-nemo-rl config explain KEY                what a key means, its type and default, NeMo-RL's spelling
+nemo-rl config explain KEY                what a key means; finds it by a name of TRL, verl, W&B
 nemo-rl config translate FILE             a recipe of NeMo-RL in this project's terms; comments say what was refused
 """
 ALLOW_UNSUPPORTED_HELP = "leave out what is not supported and only concerns layout, scale or speed (NeMo-RL's recipes)"
@@ -86,16 +86,16 @@ def _schema(parsed: argparse.Namespace) -> str:
 
 
 def _explain(parsed: argparse.Namespace) -> str:
-    from nemo_rl.config import reference
+    from nemo_rl.config import key_search, reference
 
     by_command = {name: reference.find_key(reference.find_schema(name), parsed.name) for name in reference.SCHEMAS}
     if not any(by_command.values()):
         if text := reference.explain_foreign_key(parsed.name):
             return text
+        if found := key_search.search_keys(parsed.name):
+            return key_search.format_found(parsed.name, found)
         known = {key.key for name in reference.SCHEMAS for key in reference.walk_keys(reference.find_schema(name))}
         hint = suggest_name(parsed.name.rpartition(".")[2], {key.rpartition(".")[2] for key in known})
-        near = [key for key in sorted(known) if key.endswith(f".{parsed.name}")]
-        hint = f"; in full: {', '.join(near)}" if near else hint
         raise ConfigError("key", parsed.name, f"no command has such a key{hint}")
     return reference.format_explanation(by_command)
 

@@ -81,8 +81,10 @@ def _print_constraints(parsed: argparse.Namespace) -> ExitCode:
 CONSTRAINTS = Command(
     """Print the versions of its libraries that this version was developed with, as a constraints file of pip and uv.
 
-pip install nemo-rl --no-deps && nemo-rl constraints > c.txt
-pip install 'nemo-rl[cpu]' -c c.txt
+In a clone, or with a wheel file in place of the dot:
+
+pip install . --no-deps && nemo-rl constraints > c.txt
+pip install '.[cpu]' -c c.txt
 pip install --no-deps $(nemo-rl constraints --engine cpu)""",
     _add_constraints_arguments,
     _print_constraints,

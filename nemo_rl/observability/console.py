@@ -5,6 +5,7 @@ The display of training runs and collections is a live panel on a terminal, log 
 
 import io
 import logging
+import math
 import os
 import re
 import time
@@ -35,8 +36,21 @@ TERMINAL_CONTROLS = {code: text for code, text in CONTROL_CHARACTERS.items() if 
 NOISY_LIBRARIES = ("vllm", "torch.utils.cpp_extension")
 ROLLOUT_LOG_PERIOD_S = 30.0  # between log lines inside a long step
 ETA_WINDOW_STEPS = 20  # steps from which the remaining time is estimated
-STEP_METRICS = ("reward", "loss", "grad_norm", "mean_gen_tokens_per_sample", "truncation_rate")
-PHASES = ("generation", "policy_and_reference_logprobs", "policy_training", "weight_sync")
+STEP_METRICS = {  # shown while training, by a short name: those that are left out of a full line last come first
+    "reward": "reward",
+    "mean_gen_tokens_per_sample": "tokens",
+    "truncation_rate": "cut",
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+}
+LINE_WIDTH = 119  # characters of a log line, its time, level and logger included
+PHASES = {  # of a step, by a short name
+    "generation": "generation",
+    "policy_and_reference_logprobs": "logprobs",
+    "policy_training": "training",
+    "weight_sync": "weight_sync",
+}
+ROOM = LINE_WIDTH - len("00:00:00 INFO console: ")  # for the message of this module's lines
 LINE_PERIOD_S = 10.0  # between log lines, without a terminal
 WINDOW_S = 30.0  # the rate is measured over about this many seconds
 
@@ -67,10 +81,13 @@ def configure_logging(level: int | str = logging.INFO, console: Console | None =
 class EscapingFormatter(logging.Formatter):
     """Formats control characters as escapes, except line ends and tabs: a client's text moves no cursor.
 
-    Values that a recipe reads from the environment are shown as their interpolations.
+    Values that a recipe reads from the environment are shown as their interpolations. `short_name` is the module of a
+    logger of ours, and the package of any other.
     """
 
     def format(self, record: logging.LogRecord) -> str:
+        package, _, rest = record.name.partition(".")
+        record.short_name = rest.rpartition(".")[2] if package == "nemo_rl" and rest else package
         return conceal(super().format(record)).translate(TERMINAL_CONTROLS)
 
 
@@ -83,7 +100,7 @@ def _make_handler(console: Console) -> logging.Handler:
         handler.setFormatter(EscapingFormatter("%(message)s"))
     else:
         handler = logging.StreamHandler(console.file)
-        handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+        handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(short_name)s: %(message)s", "%H:%M:%S"))
     handler.name = HANDLER_NAME
     return handler
 
@@ -181,8 +198,9 @@ class Progress:
     def step(self, step: int, *, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Report a training step."""
         self._advance(step)
-        parts = (format_step_metrics(metrics), format_step_seconds(seconds), self._rate(metrics))
-        logger.info("step %s | %s", self._position(), " | ".join(part for part in parts if part))
+        head, tail = f"step {self._position()}", f"{format_seconds(seconds)}, {self._rate(metrics)}"
+        shown = format_metrics(_step_metrics(metrics), room=ROOM - len(head) - len(tail) - 2 * len(" | "))
+        logger.info("%s", " | ".join(part for part in (head, shown, tail) if part))
 
     def validation(
         self, step: int, *, metrics: Mapping[str, float], columns: Sequence[str], rows: Sequence[Sequence[object]]
@@ -190,7 +208,8 @@ class Progress:
         """Report a validation; `rows` are a few of its rollouts."""
         self._rollouts = 0
         heartbeat.record()
-        logger.info("validation after step %d | %s", step, format_metrics(metrics))
+        head = f"validation after step {step} |"
+        logger.info("%s %s", head, format_metrics(metrics, room=ROOM - len(head)))
         if rows:
             self._show(make_sample_table(columns, rows, title=f"validation after step {step}"))
 
@@ -207,7 +226,7 @@ class Progress:
         return f"{self._step}/{self._total}" if self._total else str(self._step)
 
     def _rate(self, metrics: Mapping[str, float]) -> str:
-        tokens = f"{metrics['tokens_per_sec']:,.0f} tok/s, " if "tokens_per_sec" in metrics else ""
+        tokens = f"{format_number(metrics['tokens_per_sec'])} tok/s, " if "tokens_per_sec" in metrics else ""
         return f"{tokens}{self._time_left()}"
 
     def _time_left(self) -> str:
@@ -285,20 +304,45 @@ def make_progress(section: LoggerConfig, console: Console, *, rollouts_per_step:
 
 def format_step_metrics(metrics: Mapping[str, float]) -> str:
     """Return those metrics of a step that are shown while training."""
-    return format_metrics({name: metrics[name] for name in STEP_METRICS if name in metrics})
+    return format_metrics(_step_metrics(metrics))
 
 
-def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Return metrics as one line."""
-    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+def _step_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {short: metrics[name] for name, short in STEP_METRICS.items() if name in metrics}
+
+
+def format_metrics(metrics: Mapping[str, float], *, room: int | None = None) -> str:
+    """Return metrics as one line, with three significant digits; as many as have room in so many characters.
+
+    Example: "reward 0.593  tokens 12.4"
+    """
+    texts = [f"{name} {format_number(value)}" for name, value in metrics.items()]
+    while room is not None and len(texts) > 1 and len("  ".join(texts)) > room:
+        texts.pop()
+    return "  ".join(texts)
+
+
+def format_number(value: float) -> str:
+    """Return a number with three significant digits.
+
+    Example: 0.59341 is "0.593", 12345 is "12,300", 1.5e-7 is "1.5e-07".
+    """
+    if not 1000 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{round(value, 2 - math.floor(math.log10(abs(value)))):,.0f}"
+
+
+def format_seconds(seconds: Mapping[str, float]) -> str:
+    """Return how long a step took."""
+    return f"{seconds.get('total_step_time', sum(seconds.values())):.3g} s"
 
 
 def format_step_seconds(seconds: Mapping[str, float]) -> str:
-    """Return a step's seconds.
+    """Return a step's seconds with those of its phases.
 
-    Example: "1.92 s (generation 0.91, policy_training 0.85)"."""
-    phases = ", ".join(f"{name} {seconds[name]:.2f}" for name in PHASES if name in seconds)
-    return f"{seconds.get('total_step_time', sum(seconds.values())):.2f} s" + (f" ({phases})" if phases else "")
+    Example: "1.92 s (generation 0.91, training 0.85)"."""
+    phases = ", ".join(f"{short} {seconds[name]:.3g}" for name, short in PHASES.items() if name in seconds)
+    return format_seconds(seconds) + (f" ({phases})" if phases else "")
 
 
 def format_duration(seconds: float) -> str:

@@ -97,9 +97,30 @@ def test_explain_finds_keys_below_names_of_ones_own(capsys: pytest.CaptureFixtur
     assert config(capsys, "explain", "teachers.algebra.model_name").startswith("teachers.<name>.model_name\n")
 
 
-def test_explain_of_a_short_name_says_it_in_full(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = refusal(capsys, "explain", "num_prompts_per_step")
-    assert shown.endswith("in full: distillation.num_prompts_per_step, grpo.num_prompts_per_step\n")
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("num_prompts_per_step", "grpo.num_prompts_per_step"),  # the last part of a name here
+        ("learning_rate", "policy.optimizer.kwargs.lr"),
+        ("lr", "policy.optimizer.kwargs.lr"),
+        ("beta", "loss_fn.reference_policy_kl_penalty"),
+        ("batch_size", "policy.train_global_batch_size"),
+        ("kl", "loss_fn.reference_policy_kl_penalty"),
+        ("clip", "loss_fn.ratio_clip_min"),
+        ("temperature", "policy.generation.temperature"),
+        ("epochs", "grpo.max_num_epochs"),
+        ("actor_rollout_ref.rollout.n", "grpo.num_generations_per_prompt"),  # verl's, in full
+        ("run_name", "logger.run_name"),
+        ("group_size", "grpo.num_generations_per_prompt"),
+    ],
+)
+def test_explain_finds_a_key_by_the_word_that_people_have_for_it(
+    word: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *found = config(capsys, "explain", word).splitlines()
+    assert first == f"{word} is the name of no key here; it may mean"
+    assert any(line.startswith(key) for line in found), found
+    assert len([line for line in found if not line.startswith(" ")]) <= 12
 
 
 def test_explain_knows_nemo_rls_other_names_and_what_becomes_of_its_keys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from nemo_rl.observability.console import (
     configure_logging,
     escape_control_chars,
     format_duration,
+    format_number,
     format_step_seconds,
     make_collection_progress,
     make_progress,
@@ -52,7 +53,7 @@ def test_records_outside_a_terminal_are_plain_lines() -> None:
     logging.getLogger("nemo_rl.test").info("step %d [bold]x[/bold] %s", 1, "long " * 60)
     logging.getLogger("nemo_rl.test").debug("hidden")
     [line] = out.getvalue().splitlines()
-    assert "INFO nemo_rl.test: step 1 [bold]x[/bold] long long" in line
+    assert "INFO test: step 1 [bold]x[/bold] long long" in line
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -169,9 +170,49 @@ def test_a_step_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
         for step in (1, 2):
             clock.now += 2.0
             progress.step(step, metrics=METRICS, seconds=SECONDS)
-    assert caplog.messages[-1] == (
-        "step 2/40 | reward 0.5  loss 0.125 | 2.00 s (generation 1.00, policy_training 0.50) | 12,345 tok/s, ETA 1:16"
-    )
+    assert caplog.messages[-1] == ("step 2/40 | reward 0.5  loss 0.125 | 2 s, 12,300 tok/s, ETA 1:16")
+
+
+def test_log_line_of_a_long_run_has_less_than_120_characters() -> None:
+    out = io.StringIO()
+    configure_logging("INFO", Console(file=out))
+    progress = Progress()
+    progress.start(step=99_998, total=100_000)
+    names = ("reward", "loss", "grad_norm", "mean_gen_tokens_per_sample", "truncation_rate")
+    metrics = dict.fromkeys(names, -1.23456789e-15) | {"tokens_per_sec": 123_456_789.0}
+    progress.step(99_999, metrics=metrics, seconds={"total_step_time": 12_345.678})
+    measured = {f"set_{i}/accuracy": 1 / 3 for i in range(20)}
+    progress.validation(99_999, metrics=measured, columns=(), rows=())
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) < 120
+    assert "step 99999/100000 | reward -1.23e-15  tokens -1.23e-15" in lines[1]
+    assert "| set_0/accuracy 0.333  set_1/accuracy 0.333" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.59341, "0.593"),
+        (12_345.0, "12,300"),
+        (999_950.0, "1,000,000"),
+        (1.5e-7, "1.5e-07"),
+        (12_345_678.0, "1.23e+07"),
+        (-1234.5, "-1,230"),
+        (0.0, "0"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
+    assert format_number(value) == text
+
+
+def test_logger_of_a_library_is_named_by_its_package() -> None:
+    out = io.StringIO()
+    configure_logging("INFO", Console(file=out))
+    logging.getLogger("library.models.own").warning("old")
+    assert " WARNING library: old" in out.getvalue()
 
 
 def test_time_left_counts_from_where_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,7 +254,7 @@ def test_total_may_be_unknown(caplog: pytest.LogCaptureFixture) -> None:
         progress = Progress()
         progress.start(step=0, total=None)
         progress.step(1, metrics={}, seconds={"generation": 1.0})
-    assert caplog.messages == ["step 1 | 1.00 s (generation 1.00) | ETA unknown"]
+    assert caplog.messages == ["step 1 | 1 s, ETA unknown"]
 
 
 def test_panel_shows_the_step_and_stays_below_what_is_printed() -> None:
@@ -246,7 +287,7 @@ def test_clock(seconds: float, text: str) -> None:
 
 
 def test_seconds_without_phases() -> None:
-    assert format_step_seconds({"total_step_time": 1.5}) == "1.50 s"
+    assert format_step_seconds({"total_step_time": 1.5}) == "1.5 s"
 
 
 PROMPT = Prompt("p", "task", ())
