@@ -63,8 +63,8 @@ def test_the_plan_follows_the_configuration(recipe: Recipe, override: str, line:
             ],
         ),
         (
-            ("policy.dtensor_cfg={data_parallel_size: 4, expert_parallel_size: 2}",),
-            ["#   policy: m, FSDP2, 4 ranks, experts over 2 data parallel ranks, in 2 copies on cpu: node 0, float32"],
+            ("policy.dtensor_cfg={data_parallel_size: 6, expert_parallel_size: 3}",),
+            ["#   policy: m, FSDP2, 6 ranks, experts over 3 data parallel ranks, in 2 copies on cpu: node 0, float32"],
         ),
         (
             ("policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 2, pipeline_model_parallel_size: 3}",),
@@ -199,7 +199,7 @@ def test_the_decision_of_a_run_agrees_with_the_plan_on_every_device(recipe: str)
     for devices in (1, 2, 4, 8):
         try:
             config, layout = recipe_and_layout(recipe, f"++cluster.gpus_per_node={devices}", "++cluster.num_nodes=1")
-        except ConfigError:  # fewer devices than tensor-parallel ranks
+        except ConfigError:  # fewer devices than ranks that share layers, or experts
             continue
         for gigabytes in (24, 48, 80, 141, 180):
             memory = make_run_memory(config, layout, gigabytes * GB)
@@ -210,7 +210,7 @@ def test_the_decision_of_a_run_agrees_with_the_plan_on_every_device(recipe: str)
             fits = memory.offload == "auto" and all(moment.total <= memory.capacity for moment in awake)
             assert turns_and_measurements(config, layout, gigabytes)[0] == (not fits), (devices, gigabytes)
             cells += 1
-    assert cells >= 10 or "sft" in recipe or "async" in recipe
+    assert cells >= 5 or "sft" in recipe or "async" in recipe
 
 
 def test_vllm_has_its_own_process_where_validation_runs_beside_training(
