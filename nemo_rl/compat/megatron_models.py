@@ -1,6 +1,6 @@
 """Models of NeMo-RL's Megatron recipes that Megatron here does not map: FSDP2 trains them, where a layout may change.
 
-config.json of the model, if it is on this machine, tells whether it is mapped; else the recipe's expert parallelism.
+The model's type tells whether it is mapped; of an unknown one, that the recipe has no expert parallelism.
 """
 
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nemo_rl.compat.hub_models import find_model_type
 from nemo_rl.compat.tables import Cause, Report, find_named_models
 from nemo_rl.policy.megatron.backend import SUPPORTED_MODEL_TYPES, MegatronOptimizerConfig, MegatronSchedulerConfig
 
@@ -46,9 +47,8 @@ def train_elsewhere(unmapped: list[UnmappedModel], report: Report) -> None:
         if not isinstance(section, dict):
             continue
         if not report.allow_unsupported:
-            if not any(problem.key.startswith(f"{one.key}.megatron_cfg.expert_") for problem in report.problems):
-                cause = Cause(UNMAPPED.effect, UNMAPPED.text.format(types=types, key=one.key))
-                report.refuse(f"{one.key}.megatron_cfg.enabled", True, cause)
+            cause = Cause(UNMAPPED.effect, UNMAPPED.text.format(types=types, key=one.key))
+            report.refuse(f"{one.key}.megatron_cfg.enabled", True, cause)
             continue
         try:
             changes = _optimizer_and_schedule(section) if one.key == "policy" else {}
@@ -61,12 +61,9 @@ def train_elsewhere(unmapped: list[UnmappedModel], report: Report) -> None:
 
 
 def _is_mapped(key: str, model: dict[str, Any], section: dict[str, Any]) -> bool:
-    from nemo_rl.launch.model_files import read_model_config  # here: other recipes need none
-
-    name = model.get("model_name")
-    values = read_model_config(f"{key}.model_name", name) if isinstance(name, str) else None
-    if values is not None:
-        return values.get("model_type") in SUPPORTED_MODEL_TYPES
+    kind = find_model_type(f"{key}.model_name", model.get("model_name"))
+    if kind is not None:
+        return kind in SUPPORTED_MODEL_TYPES
     return all(section.get(size) in (None, 1) for size in EXPERT_SIZES)
 
 

@@ -5,6 +5,7 @@ Its recipes write them for dense models too, where they ask for nothing: the tab
 
 from typing import Any
 
+from nemo_rl.compat.hub_models import HUB_TYPES, find_model_type, read_values
 from nemo_rl.compat.megatron_models import EXPERT_SIZES
 from nemo_rl.compat.tables import Cause, Report, find_named_models, reach
 from nemo_rl.config.moe import EXPERT_COUNTS, SIGMOID_MODEL_TYPES
@@ -26,14 +27,15 @@ def translate_routers(config: dict[str, Any], report: Report) -> None:
     policy, section = config.get("policy"), at(config, ["policy", "megatron_cfg"])
     if not isinstance(policy, dict) or not isinstance(section, dict):
         return
-    values = _read_config(policy.get("model_name"))
-    if not _has_experts(values, section):
+    name = policy.get("model_name")
+    kind = find_model_type("policy.model_name", name)
+    if not _has_experts(read_values("policy.model_name", name), kind, section):
         return
     found: dict[str, Any] = {}
     if section.pop("freeze_moe_router", None):
         found["freeze_router"] = True
     found |= _balance_loss(section, report)
-    found |= _bias_rate(section, None if values is None else values.get("model_type"), report)
+    found |= _bias_rate(section, kind, report)
     for name, value in found.items():
         reach(config, ["policy", "moe"]).setdefault(name, value)
 
@@ -46,23 +48,17 @@ def translate_expert_parallel(config: dict[str, Any], report: Report) -> None:
         section = model.get("dtensor_cfg")
         if not isinstance(section, dict) or (size := section.get("expert_parallel_size")) in (None, 1):
             continue
-        values = _read_config(model.get("model_name"))
-        if values is not None and values.get("model_type") not in EXPERT_MODEL_TYPES:
+        kind = find_model_type(f"{key}.model_name", model.get("model_name"))
+        if kind is not None and kind not in EXPERT_MODEL_TYPES:
             report.skip(f"{key}.dtensor_cfg.expert_parallel_size", size, SHARDED)
             del section["expert_parallel_size"]
 
 
-def _read_config(name: Any) -> dict[str, Any] | None:
-    from nemo_rl.launch.model_files import read_model_config  # here: other recipes need none
-
-    return read_model_config("policy.model_name", name) if isinstance(name, str) else None
-
-
-def _has_experts(values: dict[str, Any] | None, section: dict[str, Any]) -> bool:
-    """Return whether config.json names experts, or, without one on this machine, the recipe's layout does."""
+def _has_experts(values: dict[str, Any] | None, kind: str | None, section: dict[str, Any]) -> bool:
+    """Return whether config.json names experts; without one on this machine, whether the name or the layout does."""
     if values is not None:
         return any(values.get(name) for name in EXPERT_COUNTS)
-    return any(section.get(size) not in (None, 1) for size in EXPERT_SIZES)
+    return kind in HUB_TYPES.values() or any(section.get(size) not in (None, 1) for size in EXPERT_SIZES)
 
 
 def _balance_loss(section: dict[str, Any], report: Report) -> dict[str, Any]:

@@ -10,7 +10,11 @@ from nemo_rl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-SIGMOID_MODEL_TYPES = ("deepseek_v3",)  # whose routers add a bias per expert to the scores that choose
+SIGMOID_MODEL_TYPES = (
+    "deepseek_v3",
+    "glm4_moe",
+    "nemotron_h",
+)  # whose routers add a bias per expert to the scores that choose
 BALANCED_MODEL_TYPES = ("qwen3_moe", "mixtral", *SIGMOID_MODEL_TYPES)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in config.json
 

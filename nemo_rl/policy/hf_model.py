@@ -17,7 +17,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
@@ -235,6 +240,20 @@ def open_tensors(
         if found[name] != shapes[name]:
             raise ConfigError(key, model_path, f"{name} has the shape {found[name]}, not {shapes[name]}")
     return tensors
+
+
+def tensors_of_files(
+    model: PreTrainedModel, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's tensors as its files hold them: a stacked one as one per expert, under the files' names.
+
+    One tensor of the model is converted at a time, when its turn comes.
+    """
+    if not any(isinstance(transform, WeightConverter) for transform in get_model_conversion_mapping(model)):
+        yield from tensors
+        return
+    for name, tensor in tensors:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -30,7 +30,7 @@ LOADERS: dict[str, Callable[..., Any]] = {
 ENGINE = "policy.generation.vllm_cfg"
 OBSTACLES = {  # by name, in every release
     "fp8_rollouts": [f"{ENGINE}.precision", f"{ENGINE}.kv_cache_dtype"],
-    "megatron_experts": ["policy.megatron_cfg.expert_model_parallel_size"],
+    "megatron_experts": ["policy.megatron_cfg.enabled"],
 }
 
 

@@ -24,6 +24,15 @@ MEGATRON = {
     "megatron tp 2 pp 2": Mesh(1, 2, 2, backend="megatron"),
 }
 COPIES_OF_STAGES = {"megatron dp 2 pp 2": Mesh(2, 1, 2, backend="megatron")}  # where both matter together
+EXPERTS = {
+    "megatron one rank": Mesh(1, backend="megatron"),
+    "megatron ep 2": Mesh(2, backend="megatron", expert_parallel_size=2),
+    "megatron ep 4": Mesh(4, backend="megatron", expert_parallel_size=4),
+    "megatron tp 2 ep 2": Mesh(1, 2, backend="megatron", expert_parallel_size=2),
+    "megatron tp 2 etp 2": Mesh(1, 2, backend="megatron", expert_tensor_parallel_size=2),
+    "megatron dp 2 tp 2 ep 2": Mesh(2, 2, backend="megatron", expert_parallel_size=2),
+    "megatron dp 2 pp 2 ep 2": Mesh(2, 1, 2, backend="megatron", expert_parallel_size=2),
+}
 MEGATRON_TOGETHER = (
     "megatron dp 2",
     "megatron tp 2 pp 2",
@@ -34,7 +43,7 @@ EXPERTS_OVER_RANKS = {
     "ep 4": Mesh(4, expert_parallel_size=4),
     "ep 2 tp 2": Mesh(2, 2, expert_parallel_size=2),
 }
-MULTIPLE = FSDP2 | MEGATRON | COPIES_OF_STAGES | EXPERTS_OVER_RANKS
+MULTIPLE = FSDP2 | MEGATRON | COPIES_OF_STAGES | EXPERTS_OVER_RANKS | EXPERTS
 LAYOUTS = ("plain", "fsdp2 alone", *FSDP2, *MEGATRON)
 FEWER = ("plain", "fsdp2 alone", *FSDP2, *MEGATRON_TOGETHER)
 SPLIT_MODELS = ("qwen2", "llama", "qwen3")  # tied, untied with biases, norms of heads
@@ -54,7 +63,7 @@ class Layouts:
 
     def __call__(self, layout: str, model: str, *calls: Call, **config: Any) -> list[Any]:
         """Return the first rank's result of each call; metrics and log-probs are the same on all ranks."""
-        if layout in MEGATRON | COPIES_OF_STAGES:
+        if layout in MEGATRON | COPIES_OF_STAGES | EXPERTS:
             section = MULTIPLE[layout].config["megatron_cfg"]
             config["megatron_cfg"] = section | config.pop("megatron_cfg", {}) | config.pop("dtensor_cfg", {})
         arguments: dict[str, Any] = {"path": self._models[model], "calls": calls, "config": config}

@@ -34,6 +34,7 @@ class Mesh:
     pipeline_parallel_size: int = 1
     backend: str = "fsdp2"
     expert_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
 
     @property
     def world_size(self) -> int:
@@ -47,6 +48,8 @@ class Mesh:
         sizes = {
             "tensor_model_parallel_size": self.tensor_parallel_size,
             "pipeline_model_parallel_size": self.pipeline_parallel_size,
+            "expert_model_parallel_size": self.expert_parallel_size,
+            "expert_tensor_parallel_size": self.expert_tensor_parallel_size,
         }
         return {"megatron_cfg": {"enabled": True, **sizes}}
 

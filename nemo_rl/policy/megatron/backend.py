@@ -10,11 +10,12 @@ from nemo_rl.config.kinds import Entry, Section, factory_at
 from nemo_rl.config.policy import BackendConfig, PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.fsdp2.backend import check_divides_widths
+from nemo_rl.policy.megatron.mixtures import MIXTURE_TYPES, REFUSED_MIXTURES, check_mixture, read_mixture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", *MIXTURE_TYPES)
 SUPPORTED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
 SUPPORTED_ROTARY_EMBEDDINGS = ("default", "linear", "llama3")
 
@@ -63,7 +64,10 @@ class GradientReduction:
 
 
 class MegatronConfig(BackendConfig):
-    """Megatron-core; its ranks are tensor x pipeline x data parallel."""
+    """Megatron-core; its ranks are tensor x pipeline x data parallel.
+
+    For the experts of a mixture the ranks of a stage are (expert x expert tensor x expert data parallel) instead.
+    """
 
     TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_model_parallel_size"
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = "pipeline_model_parallel_size"
@@ -76,6 +80,10 @@ class MegatronConfig(BackendConfig):
     num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
     num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
     pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # dtype between stages; None: the precision
+    expert_model_parallel_size: int = Field(default=1, gt=0)  # ranks that divide the experts of a layer among them
+    expert_tensor_parallel_size: int = Field(default=1, gt=0)  # ranks that share each expert
+    # precision of the routers' scores; None: that of the layers, of sigmoid scores fp32
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
 
     @property
     def title(self) -> str:
@@ -126,6 +134,9 @@ def check_training(key: str, section: TrainedMegatronConfig, policy: PolicyConfi
         problem = f"{key}.scheduler starts from it; allowed: above 0"
         raise ConfigError("policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr"), problem)
     _check_scheduler(section, key)
+    for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
+        if value := getattr(policy.moe, name):
+            raise ConfigError(f"policy.moe.{name}", value, "Megatron's ranks do not balance experts; allowed: 0")
 
 
 def check_model(section: MegatronConfig, model: "PreTrainedConfig", *, key: str) -> None:
@@ -133,6 +144,7 @@ def check_model(section: MegatronConfig, model: "PreTrainedConfig", *, key: str)
     if importlib.util.find_spec("megatron") is None:
         raise ConfigError(f"{key}.enabled", True, "megatron-core is not installed (uv sync --extra megatron)")
     _check_architecture(model, key)
+    _check_experts(section, model, key)
     _check_tensor_parallel(section.tensor_model_parallel_size, model, f"{key}.tensor_model_parallel_size")
     _check_stages(section, model.num_hidden_layers, key)
 
@@ -150,11 +162,34 @@ def _check_scheduler(section: TrainedMegatronConfig, key: str) -> None:
         )
 
 
+def _check_experts(section: MegatronConfig, model: "PreTrainedConfig", key: str) -> None:
+    """Require sizes of expert parallelism that divide the experts and their widths."""
+    expert, tensor = section.expert_model_parallel_size, section.expert_tensor_parallel_size
+    sizes = {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": tensor}
+    mixture = read_mixture(model)
+    if mixture is None:
+        for name, size in sizes.items():
+            if size > 1:
+                raise ConfigError(
+                    f"{key}.{name}", size, f"a model of type {model.model_type!r} has no experts; allowed: 1"
+                )
+        return
+    check_mixture(mixture, model, key=key)
+    if mixture.num_experts % expert:
+        problem = f"must divide the model's {mixture.num_experts} experts"
+        raise ConfigError(f"{key}.expert_model_parallel_size", expert, problem)
+    if mixture.width % tensor:
+        problem = f"must divide the width of the model's experts, {mixture.width}"
+        raise ConfigError(f"{key}.expert_tensor_parallel_size", tensor, problem)
+
+
 def _check_architecture(model: "PreTrainedConfig", key: str) -> None:
     kind = model.model_type
     if kind not in SUPPORTED_MODEL_TYPES:
+        reason = f": {REFUSED_MIXTURES[kind]}" if kind in REFUSED_MIXTURES else ""
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise ConfigError(f"{key}.enabled", True, f"no weights are mapped for type {kind!r}; supported: {supported}")
+        problem = f"no weights are mapped for type {kind!r}{reason}; supported: {supported}"
+        raise ConfigError(f"{key}.enabled", True, problem)
     rotary = (getattr(model, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in SUPPORTED_ROTARY_EMBEDDINGS:
         allowed = ", ".join(SUPPORTED_ROTARY_EMBEDDINGS)

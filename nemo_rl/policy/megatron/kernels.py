@@ -48,9 +48,11 @@ def choose_kernels(device_type: str) -> Kernels:
     )
 
 
-def layer_spec(model: PreTrainedConfig, kernels: Kernels, *, core_attention: type) -> ModuleSpec:
+def layer_spec(
+    model: PreTrainedConfig, kernels: Kernels, *, core_attention: type, experts: type | None = None
+) -> ModuleSpec:
     """Return the specification of a layer around an attention: Megatron's linear layers and norms, or their wrappers
-    of TransformerEngine's.
+    of TransformerEngine's; with `experts` in place of the MLP if the layer has some, whose matrices are Megatron's.
 
     Norms stay apart from the linear layers after them, so that parameters have the same names either way.
     """
@@ -66,6 +68,8 @@ def layer_spec(model: PreTrainedConfig, kernels: Kernels, *, core_attention: typ
             attention.q_layernorm = attention.k_layernorm = transformer_engine.TENorm
     if has_output_bias(model):
         attention.linear_proj = _with_bias(cast(Any, attention.linear_proj))
+    if experts is not None:
+        layer.mlp = experts
     return spec
 
 

@@ -4,6 +4,7 @@ B samples, T tokens, N needed positions, H hidden size.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -27,8 +34,10 @@ from nemo_rl.policy.logprobs import (
 )
 from nemo_rl.policy.megatron import mapping, parallel
 from nemo_rl.policy.megatron.backend import MegatronConfig
+from nemo_rl.policy.megatron.experts import ExpertLayer, expert_options
 from nemo_rl.policy.megatron.kernels import Kernels, layer_spec
 from nemo_rl.policy.megatron.mapping import vocab_rows_per_rank
+from nemo_rl.policy.megatron.mixtures import read_mixture
 from nemo_rl.policy.truncation import WHOLE, VocabularyShard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,7 +78,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=DTYPES[section.pipeline_dtype or config.precision],
         variable_seq_lengths=True,  # micro-batches are trimmed to their longest sample
-        moe_token_dispatcher_type="alltoall",  # there are no experts, but the check of the line above asks for it
+        **expert_options(read_mixture(model), section),
         batch_p2p_comm=not is_cpu,
         deallocate_pipeline_outputs=True,
         cuda_graph_scope=[],  # none; the default warns
@@ -84,6 +93,19 @@ def transformer_config(
 def _sum_gradients(model: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
     """Sum the gradients of all ranks without a division: the loss is already normalized."""
     finalize_model_grads(model, None, **arguments)
+
+
+def _layer_specs(settings: TransformerConfig, model: PreTrainedConfig, kernels: Kernels) -> TransformerBlockSubmodules:
+    """Return the specifications of this stage's layers, with experts where the model has them, and of the last norm."""
+    dense = layer_spec(model, kernels, core_attention=CausalAttention)
+    mixture, sparse = read_mixture(model), dense
+    if mixture is not None:
+        sparse = layer_spec(model, kernels, core_attention=CausalAttention, experts=ExpertLayer)
+    has_experts = mixture.has_experts if mixture is not None else (False,) * model.num_hidden_layers
+    first = get_transformer_layer_offset(settings)
+    own = has_experts[first : first + get_num_layers_to_build(settings)]
+    specs = [sparse if layer_has_experts else dense for layer_has_experts in own]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=LayerNormImpl)
 
 
 class CausalAttention(nn.Module):
@@ -150,7 +172,7 @@ class Stage(GPTModel):
     ) -> None:
         super().__init__(
             settings,
-            layer_spec(model, kernels, core_attention=CausalAttention),
+            _layer_specs(settings, model, kernels),
             vocab_size=vocab_rows_per_rank(model.vocab_size, settings.tensor_model_parallel_size)
             * settings.tensor_model_parallel_size,
             max_sequence_length=model.max_position_embeddings,
@@ -159,6 +181,8 @@ class Stage(GPTModel):
             position_embedding_type="none",  # the rotary embedding is made below
             share_embeddings_and_output_weights=bool(model.tie_word_embeddings),
         )
+        self.config = copy(settings)  # which the schedules read; the layers keep their own
+        self.config.num_moe_experts = None  # else they scale losses of the layers by the device of the scores
         self.num_tokens = model.vocab_size
         self.temperature = temperature
         self.truncation = WHOLE  # the scored distribution's

@@ -30,7 +30,7 @@ class MainWeights:
     """
 
     def __init__(self, module: nn.Module, *, counts_in_norm: Callable[[nn.Parameter], bool]) -> None:
-        """Copy the weights; `counts_in_norm` says whether this rank counts a replicated weight in the norm."""
+        """Copy the trained weights; `counts_in_norm` says which ones this rank counts for its copy of the model."""
         self._model_parameters = [p for p in module.parameters() if p.requires_grad]
         self._main = [
             p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self._model_parameters
@@ -45,10 +45,10 @@ class MainWeights:
 
         `distributed` has buffers for a distributed optimizer, whose gradients are reduced to that part alone.
         """
-        group = parallel.data_group()
-        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        for buffer in distributed.buffers:
+        for buffer in [*distributed.buffers, *distributed.expert_parallel_buffers]:
             for parameter, (start, end, bucket) in buffer.param_index_map.items():
+                group = parallel.data_group_of(parameter)
+                rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
                 first, last = buffer.bucket_indices[bucket]
                 part = (last - first) // num_ranks
                 low = min(max(first + rank * part, start), end)
@@ -64,29 +64,30 @@ class MainWeights:
         """Return whether this rank has a part of each weight only."""
         return self._distributed is not None
 
-    def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the main weight of a parameter."""
-        return self._main_by_id[id(parameter)]
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the main weight of a parameter; a frozen weight or buffer is its own."""
+        return self._main_by_id.get(id(parameter), parameter)
 
-    def part(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+    def part(self, parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor that has the parameter's shape: all of it, or a range of its entries."""
-        return tensor.reshape(-1)[self._ranges[id(parameter)]] if self.is_divided else tensor
+        part = self._ranges.get(id(parameter))
+        return tensor if part is None else tensor.reshape(-1)[part]
 
-    def whole(self, parameter: nn.Parameter, part: torch.Tensor | None = None) -> torch.Tensor:
+    def whole(self, parameter: torch.Tensor, part: torch.Tensor | None = None) -> torch.Tensor:
         """Return the tensor of the parameter's shape that all data-parallel ranks have parts of; all call it together.
 
         Without a `part` it is the main weight.
         """
         part = self.of(parameter).detach() if part is None else part
-        if not self.is_divided:
+        if id(parameter) not in self._ranges:
             return part
         result = part.new_zeros(parameter.shape)
         result.view(-1)[self._ranges[id(parameter)]] = part
-        dist.all_reduce(result, group=parallel.data_group())
+        dist.all_reduce(result, group=parallel.data_group_of(parameter))
         return result
 
     @torch.no_grad()
-    def store(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    def store(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         """Overwrite the main weight with its part of a tensor of the parameter's shape."""
         self.of(parameter).copy_(self.part(parameter, tensor))
 
@@ -121,13 +122,11 @@ class MainWeights:
     @torch.no_grad()
     def clip(self, max_norm: float | None) -> float:
         """Scale the gradient to a norm of at most `max_norm` and return its norm before; None: only measure it."""
-        pairs = zip(self._main, self._is_counted, strict=True)
-        norms = [main.grad.norm() for main, is_counted in pairs if is_counted and main.grad is not None]
+        gradients = [main.grad for main, counts in zip(self._main, self._counts(), strict=True) if counts]
+        norms = [gradient.norm() for gradient in gradients if gradient is not None]
         square = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
         square = square.to(self._model_parameters[0].device)
-        dist.all_reduce(square, group=parallel.model_parallel_group())
-        if self.is_divided:
-            dist.all_reduce(square, group=parallel.data_group())
+        dist.all_reduce(square)  # over all ranks, each weight counted by one of those that hold it
         norm = math.sqrt(float(square)) if math.isfinite(float(square)) else float(square)
         if max_norm is not None and math.isfinite(norm):
             scale = min(1.0, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
@@ -135,6 +134,11 @@ class MainWeights:
                 if main.grad is not None and scale < 1.0:
                     main.grad.mul_(scale)
         return norm
+
+    def _counts(self) -> list[bool]:
+        """Return which main weights this rank counts; once divided, every data-parallel rank counts its part."""
+        is_first = [self.is_divided or dist.get_rank(parallel.data_group_of(p)) == 0 for p in self._model_parameters]
+        return [counted and first for counted, first in zip(self._is_counted, is_first, strict=True)]
 
     def _index_main(self) -> None:
         self._main_by_id = {id(p): main for p, main in zip(self._model_parameters, self._main, strict=True)}
@@ -158,19 +162,22 @@ class OptimizerState:
             for name, tensor in self._weights.own(partial(self._whole_state, kind)):
                 if is_writer:
                     state.setdefault(_PREFIX + name, {})[kind] = memory.copy(tensor)
-        for name, parameter in self._weights.held_parameters_by_source():
+        for name, parameter in self._weights.trained_by_source():
             if is_writer:
                 state.setdefault(_PREFIX + name, {}).update(self._scalar_state(parameter))
         memory.wait()
         group = {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
-        return {"state": state, "param_groups": [{**group, "params": [_PREFIX + n for n in self._weights.names]}]}
+        return {
+            "state": state,
+            "param_groups": [{**group, "params": [_PREFIX + name for name in self._weights.trained_names]}],
+        }
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
         """Load a state that either backend saved on any layout; raises CheckpointError."""
         self._initialize_state()
         asked: dict[str, dict[str, torch.Tensor]] = {}
-        for name, parameter in self._weights.held_parameters_by_source():
+        for name, parameter in self._weights.trained_by_source():
             shape = self._weights.shapes[name]
             asked[_PREFIX + name] = {
                 kind: torch.empty(shape) for kind in self._tensor_state_names()
@@ -178,23 +185,21 @@ class OptimizerState:
         lr = float(self._optimizer.param_groups[0]["lr"])
         found = load_state({"state": asked, "param_groups": [{"lr": lr}]}, directory)
         for kind in self._tensor_state_names():
-            tensors = {
-                name: found["state"][_PREFIX + name][kind] for name, _ in self._weights.held_parameters_by_source()
-            }
-            self._weights.load(LoadedTensors(tensors), partial(self._store_state, kind))
-        for name, parameter in self._weights.held_parameters_by_source():
+            tensors = {name: found["state"][_PREFIX + name][kind] for name, _ in self._weights.trained_by_source()}
+            self._weights.load(LoadedTensors(tensors), partial(self._store_state, kind), trained=True)
+        for name, parameter in self._weights.trained_by_source():
             for kind in self._scalar_state(parameter):
                 self._state_of(parameter)[kind].copy_(found["state"][_PREFIX + name][kind])
         for group in self._optimizer.param_groups:
             group["lr"] = found["param_groups"][0]["lr"]
 
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         return self._optimizer.state[self._main.of(parameter)]
 
-    def _whole_state(self, kind: str, parameter: nn.Parameter) -> torch.Tensor:
+    def _whole_state(self, kind: str, parameter: torch.Tensor) -> torch.Tensor:
         return self._main.whole(parameter, self._state_of(parameter)[kind])
 
-    def _store_state(self, kind: str, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    def _store_state(self, kind: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         self._state_of(parameter)[kind].copy_(self._main.part(parameter, tensor))
 
     def _tensor_state_names(self) -> list[str]:
@@ -202,7 +207,7 @@ class OptimizerState:
         first, kept = next(iter(self._optimizer.state.items()), (torch.empty(0), {}))
         return [kind for kind, value in kept.items() if torch.is_tensor(value) and value.shape == first.shape]
 
-    def _scalar_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def _scalar_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         kinds = set(self._tensor_state_names())
         kept = self._state_of(parameter)
         return {k: v.clone() for k, v in kept.items() if torch.is_tensor(v) and k not in kinds}

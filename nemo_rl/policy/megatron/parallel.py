@@ -1,16 +1,18 @@
 """Megatron's process groups, made from a rank's layout."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from nemo_rl.errors import PolicyError
+from nemo_rl.policy.megatron.backend import MegatronConfig
 from nemo_rl.policy.ranks import RankLayout, join
 
 
@@ -20,8 +22,27 @@ def redirect_cuda_to_cpu() -> None:
     module: Any = torch.cuda
     module.current_device = _cpu_device
     module.synchronize = _no_op
+    stream = _CpuStream()
+    module.Stream = module.current_stream = lambda *_, **__: stream
+    module.stream = nullcontext
+    token_dispatcher.maybe_move_tensor_to_cpu = _splits_to_numpy
     tensor: Any = torch.Tensor
     tensor.cuda = _return_self
+
+
+class _CpuStream:
+    """A stream whose operations have always ended; it is its own event."""
+
+    def record_event(self, *_: Any) -> "_CpuStream":
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _splits_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return the sizes of all-to-all's parts as an array, which megatron-core 0.16.1 makes of tensors on CUDA alone."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _CudaToCpuMode(TorchFunctionMode):
@@ -55,8 +76,11 @@ def _return_self(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return tensor
 
 
-def make_groups(layout: RankLayout, device: torch.device) -> None:
+def make_groups(layout: RankLayout, device: torch.device, section: MegatronConfig) -> None:
     """Join the other ranks and make Megatron's process groups; a process has one layout.
+
+    The ranks of a stage form two meshes: (data x tensor parallel), and for experts (data x expert x tensor parallel)
+    with sizes of its own.
 
     Raises:
         PolicyError: the process has another layout, or the other ranks did not join before the deadline.
@@ -64,14 +88,25 @@ def make_groups(layout: RankLayout, device: torch.device) -> None:
     if device.type == "cpu":
         redirect_cuda_to_cpu()
     join(layout, device)
-    sizes = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # megatron-core 0.16.1 reads the name also without TransformerEngine
+    sizes = (
+        layout.tensor_parallel_size,
+        layout.pipeline_parallel_size,
+        layout.data_parallel_size,
+        section.expert_model_parallel_size,
+        section.expert_tensor_parallel_size,
+    )
     if parallel_state.is_initialized():
         if sizes != _current_sizes():
-            raise PolicyError(f"tensor, pipeline, data parallel = {sizes} in a process of {_current_sizes()}")
+            names = "tensor, pipeline, data, expert, expert tensor parallel"
+            raise PolicyError(f"{names} = {sizes} in a process of {_current_sizes()}")
         return
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_parallel_size,
+        expert_model_parallel_size=section.expert_model_parallel_size,
+        expert_tensor_parallel_size=section.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(layout.timeout_s / 60)),
         create_gloo_process_groups=False,
     )
@@ -92,9 +127,21 @@ def data_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
 
 
-def model_parallel_group() -> dist.ProcessGroup:
-    """Return the group of ranks that hold one copy of the model together with this one."""
-    return cast(dist.ProcessGroup, parallel_state.get_model_parallel_group())
+def expert_group() -> dist.ProcessGroup:
+    """Return the group of ranks that together hold one copy of the experts of this stage."""
+    return cast(dist.ProcessGroup, parallel_state.get_expert_tensor_and_model_parallel_group())
+
+
+def expert_tensor_group() -> dist.ProcessGroup:
+    """Return the group of ranks that share each of this rank's experts."""
+    return cast(dist.ProcessGroup, parallel_state.get_expert_tensor_parallel_group())
+
+
+def data_group_of(parameter: torch.Tensor) -> dist.ProcessGroup:
+    """Return the group of ranks that hold the same of a parameter: a weight of experts has another one."""
+    if getattr(parameter, "allreduce", True):
+        return data_group()
+    return cast(dist.ProcessGroup, parallel_state.get_expert_data_parallel_group())
 
 
 def tensor_rank() -> int:
@@ -115,9 +162,11 @@ def is_last_stage() -> bool:
     return stage() == dist.get_world_size(pipeline_group()) - 1
 
 
-def _current_sizes() -> tuple[int, int, int]:
+def _current_sizes() -> tuple[int, ...]:
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
     )

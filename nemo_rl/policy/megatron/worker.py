@@ -26,8 +26,10 @@ from nemo_rl.policy.hf_model import (
     matmul_parameters,
     open_tensors,
     recompute_activations,
+    tensors_of_files,
 )
 from nemo_rl.policy.megatron.backend import MegatronConfig, TrainedMegatronConfig
+from nemo_rl.policy.megatron.experts import freeze_routers
 from nemo_rl.policy.megatron.kernels import choose_kernels
 from nemo_rl.policy.megatron.model import DTYPES, Stage, transformer_config
 from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
@@ -63,6 +65,8 @@ def make_stage(
     )
     for parameter in stage.parameters():  # torch's norms are made in float32
         parameter.data = parameter.data.to(device, settings.params_dtype)
+    if isinstance(config, PolicyConfig) and config.moe.freeze_router:
+        freeze_routers(stage)
     return stage.to(device)
 
 
@@ -113,7 +117,7 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
     def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
         config, layout, section = self.config, self.layout, self.config.section_of(TrainedMegatronConfig)
         section.check_model(load_config(model_path, config.hf_config_overrides), key="policy.megatron_cfg")
-        make_groups(layout, self.device)
+        make_groups(layout, self.device, section)
         model = empty_model(model_path, config.hf_config_overrides)
         tensors = open_tensors(model_path, model, config.hf_config_overrides)
         self._num_matmul_parameters = matmul_parameters(model)
@@ -155,9 +159,10 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
 
         Divided float32 weights are gathered from all copies.
         """
-        if not self._main.is_divided:
-            return self._weights.all(self._main.of, dtype)
-        return self._weights.all(_itself if dtype == DTYPES[self.config.precision] else self._main.whole, dtype)
+        value = self._main.of
+        if self._main.is_divided:
+            value = _itself if dtype == DTYPES[self.config.precision] else self._main.whole
+        return tensors_of_files(self._model, self._weights.all(value, dtype))
 
     def _load_weights(self, path: Path) -> None:
         directory = path / "weights"
@@ -211,7 +216,7 @@ def _data_parallel(
     return distributed
 
 
-def _itself(parameter: nn.Parameter) -> torch.Tensor:
+def _itself(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
@@ -224,8 +229,9 @@ class MegatronTeacherWorker(MegatronScoringWorker[TeacherConfig], TeacherWorker)
     def _build_model(self, model_path: str, *, temperature: float) -> None:
         config, section = self.config, self._section
         model_config = load_config(model_path, config.hf_config_overrides, section=section)
-        config.section_of(MegatronConfig).check_model(model_config, key=f"{section}.megatron_cfg")
-        make_groups(self.layout, self.device)
+        backend = config.section_of(MegatronConfig)
+        backend.check_model(model_config, key=f"{section}.megatron_cfg")
+        make_groups(self.layout, self.device, backend)
         model = empty_model(model_path, config.hf_config_overrides, section=section)
         tensors = open_tensors(model_path, model, config.hf_config_overrides, section=section)
         self.module = frozen_stage(model, tensors, config, temperature=temperature, device=self.device)

@@ -55,7 +55,7 @@ def test_keys_of_a_dense_models_recipe_are_left_to_the_table(tmp_path: Path) -> 
         (
             {"moe_router_bias_update_rate": 1e-3, "moe_router_enable_expert_bias": True},
             "enable_expert_bias",
-            "only routers of deepseek_v3",
+            "only routers of deepseek_v3, glm4_moe, nemotron_h have a bias",
         ),
     ],
 )
@@ -65,11 +65,14 @@ def test_another_balance_is_refused(tmp_path: Path, section: dict[str, Any], key
     assert problem in notes.problems[0].problem
 
 
-def test_a_rate_without_a_bias_asks_for_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_rate_without_a_bias_asks_for_nothing(tmp_path: Path, is_here: bool) -> None:
     here = model_directory(tmp_path, model_type="qwen3_moe", num_experts=8)
-    policy, notes = translated(here, moe_router_bias_update_rate=1e-3)
+    policy, notes = translated(here if is_here else "Qwen/Qwen3-30B-A3B", moe_router_bias_update_rate=1e-3)
     assert "moe" not in policy
     assert notes.problems == []
+    policy, _ = translated("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", moe_router_bias_update_rate=1e-3)
+    assert policy["moe"] == {"bias_update_rate": 1e-3}
 
 
 @pytest.mark.parametrize(("model_type", "kept"), [("qwen3_moe", True), ("gpt_oss", False), (None, True)])

@@ -136,10 +136,26 @@ def test_a_model_that_megatron_maps_stays_with_it(tmp_path: Path) -> None:
 
 def test_config_json_tells_that_a_model_is_not_mapped(tmp_path: Path) -> None:
     notes = report()
-    train_elsewhere(megatron(model_directory(tmp_path, "qwen3_moe")), notes)
+    train_elsewhere(megatron(model_directory(tmp_path, "gpt_oss")), notes)
     (problem,) = notes.problems
     assert problem.key == "policy.megatron_cfg.enabled"
-    assert "llama, qwen2, qwen3; write policy.megatron_cfg.enabled: false" in problem.problem
+    assert "mixtral, glm4_moe; write policy.megatron_cfg.enabled: false" in problem.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "is_mapped"),
+    [
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", True),
+        ("mistralai/Mixtral-8x7B-v0.1", True),
+        ("zai-org/GLM-4.5-Air", True),
+        ("zai-org/GLM-4.5V", False),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", False),
+        ("Qwen/Qwen3-Omni-30B-A3B-Instruct", False),
+    ],
+)
+def test_the_hubs_name_tells_of_models_that_are_not_here(name: str, is_mapped: bool) -> None:
+    found = megatron_models.find_unmapped(megatron(name, expert_model_parallel_size=8))
+    assert [one.key for one in found] == ([] if is_mapped else ["policy"])
 
 
 def test_experts_are_trained_by_fsdp2_where_a_layout_may_change() -> None:

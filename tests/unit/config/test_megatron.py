@@ -105,7 +105,6 @@ def test_layouts_that_do_not_change_results_are_noted_together(load: Load, caplo
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("expert_model_parallel_size=2", "expert_model_parallel_size = 2: not available: Megatron trains dense models"),
         ("peft.enabled=true", r"peft\.enabled = True: not available: Megatron trains all weights"),
         ("fp8_cfg.enabled=true", r"fp8_cfg\.enabled = True"),
         ("optimizer.fp16=true", r"optimizer\.fp16 = True"),

@@ -73,7 +73,7 @@ REFUSALS = [
     ("policy.md", "policy.dtensor_cfg.compile=true policy.dtensor_cfg.tensor_parallel_size=2"),
     ("policy.md", "policy.dtensor_cfg.lora_cfg.enabled=true policy.megatron_cfg.enabled=true"),
     ("policy.md", "policy.dtensor_cfg.lora_cfg.enabled=true ++policy.dtensor_cfg.lora_cfg.dropout=0.05"),
-    ("megatron.md", "policy.megatron_cfg.enabled=true ++policy.megatron_cfg.expert_model_parallel_size=2"),
+    ("megatron.md", "policy.megatron_cfg.enabled=true ++policy.megatron_cfg.fp8_cfg.enabled=true"),
 ]
 
 
@@ -89,7 +89,7 @@ def test_a_configuration_is_refused_in_the_words_of_the_page(
 
 # What from_nemo_rl.md says is not available in recipes of NeMo-RL.
 NOT_AVAILABLE = [
-    "policy.megatron_cfg.enabled=true ++policy.megatron_cfg.expert_model_parallel_size=2",
+    "policy.megatron_cfg.enabled=true ++policy.megatron_cfg.mtp_num_layers=2",
     "++policy.generation.vllm_cfg.pipeline_parallel_size=2",
     "++policy.generation.vllm_cfg.kv_cache_dtype=fp8",
 ]

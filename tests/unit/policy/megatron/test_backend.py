@@ -1,11 +1,19 @@
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Glm4MoeConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from nemo_rl.config.policy import PolicyConfig, check_backend
 from nemo_rl.errors import ConfigError
-from tests.unit.policy.tiny import SIZES
+from tests.unit.policy.tiny import SIZES, deepseek_v3, mixtral
 
 KEY = r"policy\.megatron_cfg"
 
@@ -23,6 +31,7 @@ def check(model: PreTrainedConfig | None = None, **sections: Any) -> None:
         {"tensor_model_parallel_size": 2},
         {"pipeline_model_parallel_size": 2},
         {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+        {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1},
     ],
 )
 def test_sizes_that_divide_the_model_pass(sizes: dict[str, int]) -> None:
@@ -57,7 +66,22 @@ def test_sizes_that_divide_the_model_pass(sizes: dict[str, int]) -> None:
             {"scheduler": {"lr_decay_style": "cosine", "lr_warmup_iters": 5, "lr_decay_iters": 5}},
             rf"{KEY}\.scheduler\.lr_decay_iters = 5: .*above lr_warmup_iters, 5",
         ),
-        (GPT2Config(), {}, rf"{KEY}\.enabled = True: .*'gpt2'; supported: llama, qwen2, qwen3"),
+        (GPT2Config(), {}, rf"{KEY}\.enabled = True: .*'gpt2'; supported: llama, qwen2, qwen3, qwen3_moe"),
+        (deepseek_v3().config, {}, rf"{KEY}\.enabled = True: .*'deepseek_v3': its multi-head latent attention"),
+        (None, {"expert_model_parallel_size": 2}, rf"{KEY}\.expert_model_parallel_size = 2: .*'qwen3' has no experts"),
+        (
+            mixtral().config,
+            {"expert_model_parallel_size": 3},
+            rf"{KEY}\.expert_model_parallel_size = 3: must divide the model's 4 experts",
+        ),
+        (
+            mixtral().config,
+            {"expert_tensor_parallel_size": 5},
+            rf"{KEY}\.expert_tensor_parallel_size = 5: must divide .* experts, 48",
+        ),
+        (Glm4MoeConfig(**SIZES, norm_topk_prob=False), {}, "always renormalizes sigmoid scores"),
+        (Glm4MoeConfig(**SIZES, n_group=4, topk_group=2, num_experts_per_tok=8), {}, "Megatron ranks groups by"),
+        (MixtralConfig(**SIZES, router_jitter_noise=0.1), {}, "router_jitter_noise is not 0"),
         (LlamaConfig(**SIZES, mlp_bias=True), {}, "mlp_bias is True"),
         (LlamaConfig(**SIZES, hidden_act="gelu"), {}, "hidden_act is 'gelu'"),
         (

@@ -4,10 +4,17 @@ import pytest
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nemo_rl.policy.megatron.mapping import GatedRows, QueryKeyValue, VocabularyRows, Weight, iter_model_weights
-from tests.unit.policy.tiny import llama, qwen2, qwen3
+from nemo_rl.policy.megatron.mapping import (
+    Experts,
+    GatedRows,
+    QueryKeyValue,
+    VocabularyRows,
+    Weight,
+    iter_model_weights,
+)
+from tests.unit.policy.tiny import llama, mixtral, qwen2, qwen3, qwen3_moe
 
-MODELS = {"qwen2": qwen2, "llama": llama, "qwen3": qwen3}
+MODELS = {"qwen2": qwen2, "llama": llama, "qwen3": qwen3, "qwen3_moe": qwen3_moe, "mixtral": mixtral}
 
 
 def rows(*numbers: int) -> torch.Tensor:
@@ -32,6 +39,20 @@ def test_gate_and_up_lie_on_each_rank() -> None:
 def test_vocabulary_is_filled_with_zeros() -> None:
     weight = VocabularyRows("embedding", ("embed",), num_tokens=5)
     assert weight.shard([rows(1, 2, 3, 4, 5)], 1, 2)[:, 0].tolist() == [4, 5, 0]
+
+
+def test_ranks_hold_experts_and_share_each_in_pairs() -> None:
+    """Two experts with gates 10, 11 and ups 20, 21, then 30, 31 and 40, 41; ranks 0 and 1 share the first."""
+    first = Experts("fc1.{}", ("gate_up",), num_experts=2, num_tensor_ranks=2, is_gated=True)
+    tensor = torch.stack([rows(10, 11, 20, 21), rows(30, 31, 40, 41)])
+    shards = [first.shard([tensor], rank, 4) for rank in range(4)]
+    assert [shard[..., 0].tolist() for shard in shards] == [[[10, 20]], [[11, 21]], [[30, 40]], [[31, 41]]]
+    assert torch.equal(first.whole(shards)[0], tensor)
+    assert first.tensor_names(4) == ("fc1.0",)
+    second = Experts("fc2.{}", ("down",), num_experts=2, num_tensor_ranks=2)
+    shards = [second.shard([tensor.transpose(1, 2)], rank, 4) for rank in range(4)]
+    assert [shard[:, 0].tolist() for shard in shards] == [[[10, 11]], [[20, 21]], [[30, 31]], [[40, 41]]]
+    assert torch.equal(second.whole(shards)[0], tensor.transpose(1, 2))
 
 
 def mapped(config: PreTrainedConfig, tensors: dict[str, torch.Tensor], size: int) -> Iterator[tuple[Weight, list]]:
@@ -68,10 +89,11 @@ def test_no_rank_asks_for_more_of_a_source_than_its_shard_has(name: str) -> None
     model: PreTrainedModel = MODELS[name]()
     tensors = {n: p.detach() for n, p in model.named_parameters()}
     for weight in iter_model_weights(model.config):
-        sources = [tensors[n] for n in weight.sources]
+        sources = [tensors[n] for n in weight.read_from]
         for rank in range(2):
             indices = weight.indices([t.shape for t in sources], rank, 2)
             parts = [t[index] for t, index in zip(sources, indices, strict=True)]
             entries = sum(part.numel() for part in parts)
             padding = model.config.hidden_size * (rank * model.config.vocab_size % 2)
-            assert entries == weight.shard(sources, rank, 2).numel() - padding * isinstance(weight, VocabularyRows)
+            shard = weight.shard([tensors[n] for n in weight.sources], rank, 2)
+            assert entries == shard.numel() - padding * isinstance(weight, VocabularyRows)

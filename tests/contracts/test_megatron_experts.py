@@ -1,0 +1,208 @@
+"""Mixtures of experts on Megatron's ranks against one Hugging Face process in float32."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensordict import TensorDict
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tests.contracts.layouts import BATCHING, LENGTHS, UNEVEN, Layouts, assert_near, plain_model
+from tests.contracts.policies import SGD, clones
+from tests.contracts.rank_pool import RankPool
+from tests.unit.policy.tiny import EVEN, WeightedNLL, make_batch, plain_logprobs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = {**EVEN, "head_dim": 8, "tie_word_embeddings": False}
+
+
+def qwen3_moe() -> PreTrainedModel:
+    """Four experts in the second layer of three, whose weights do not sum to 1."""
+    sizes = {**SMALL, "num_hidden_layers": 3, "mlp_only_layers": [0, 2]}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False)
+    )
+
+
+def mixtral() -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=8, num_experts_per_tok=2))
+
+
+def glm4_moe() -> PreTrainedModel:
+    """DeepSeek-V3's routers: of four groups of two experts two, of those four; a bias; a shared expert."""
+    model = Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            **SMALL,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=24,
+            routed_scaling_factor=1.5,
+            use_qk_norm=True,
+            attention_bias=True,
+        )
+    )
+    model.model.layers[1].mlp.gate.e_score_correction_bias.normal_(0, 0.3)
+    return model
+
+
+MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {"qwen3_moe": qwen3_moe, "mixtral": mixtral, "glm4_moe": glm4_moe}
+EACH = [
+    ("megatron one rank", "mixtral", "packed"),
+    ("megatron ep 2", "qwen3_moe", "samples"),
+    ("megatron ep 2", "glm4_moe", "packed"),
+    ("megatron ep 4", "mixtral", "samples"),
+    ("megatron tp 2 ep 2", "glm4_moe", "samples"),
+    ("megatron tp 2 etp 2", "mixtral", "samples"),
+    ("megatron dp 2 tp 2 ep 2", "mixtral", "packed"),
+    ("megatron dp 2 pp 2 ep 2", "glm4_moe", "samples"),
+]
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory, paths = tmp_path_factory.mktemp("mixtures"), {}
+    for name, make in MIXTURES.items():
+        torch.manual_seed(0)
+        paths[name] = directory / name
+        make().save_pretrained(paths[name])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def run(pool: RankPool, mixtures: dict[str, Path]) -> Layouts:
+    return Layouts(pool, mixtures)
+
+
+def in_files(model: PreTrainedModel, directory: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors that transformers writes for the model, under the files' names."""
+    model.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def plain_loss(model: PreTrainedModel, batch: TensorDict) -> torch.Tensor:
+    return -(batch["advantages"] * plain_logprobs(model, batch)).sum() / batch["token_mask"].sum()
+
+
+@pytest.mark.parametrize(("layout", "name", "batching"), EACH)
+def test_mixture_learns_as_in_one_process(
+    layout: str, name: str, batching: str, run: Layouts, mixtures: dict[str, Path], tmp_path: Path
+) -> None:
+    """Log-probs, loss, all gradients, their norm; weights come back under the files' names, bit for bit."""
+    batch, model = make_batch(UNEVEN), plain_model(mixtures[name])
+    calls = [("run_with_weights", clones), ("logprobs", batch), ("train_step", batch, WeightedNLL())]
+    written, logprobs, metrics, after = run(
+        layout, name, *calls, ("run_with_weights", clones), optimizer=SGD, **BATCHING[batching]
+    )
+    before = in_files(model, tmp_path / "before")
+    assert written.keys() == before.keys()
+    assert all(torch.equal(written[key], before[key]) for key in before)
+    expected = plain_logprobs(model, batch)
+    torch.testing.assert_close(logprobs, expected.detach(), rtol=0, atol=1e-5)
+    loss = plain_loss(model, batch)
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(torch.stack([g.norm() for g in gradients]).norm().item(), rel=1e-5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= torch.zeros(()) if parameter.grad is None else parameter.grad
+    assert_near(after, in_files(model, tmp_path / "after"))
+
+
+def test_a_rank_without_samples_keeps_up_with_experts_that_get_no_token(
+    run: Layouts, mixtures: dict[str, Path], tmp_path: Path
+) -> None:
+    batch, model = make_batch([3]), plain_model(mixtures["mixtral"])
+    config: dict[str, Any] = {"optimizer": SGD, "num_samples": 1}
+    calls = [("train_step", batch, WeightedNLL()), ("run_with_weights", clones)]
+    _, after = run("megatron ep 2", "mixtral", *calls, **config)
+    plain_loss(model, batch).backward()
+    idle = model.model.layers[0].mlp.experts.down_proj.grad.abs().sum((1, 2)) == 0
+    assert 2 <= idle.sum() < 8
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= parameter.grad
+    assert_near(after, in_files(model, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "is_divided"),
+    [
+        ("megatron ep 2", "qwen3_moe", True),
+        ("megatron tp 2 ep 2", "glm4_moe", False),
+        ("megatron dp 2 tp 2 ep 2", "mixtral", True),
+    ],
+)
+def test_two_clipped_steps_of_adamw_are_those_of_one_process(
+    layout: str, name: str, is_divided: bool, run: Layouts, mixtures: dict[str, Path], tmp_path: Path
+) -> None:
+    """With layers recomputed; entries whose gradient is rounding noise, of which Adam takes the sign, are left out."""
+    batches, model = [make_batch(UNEVEN, seed=seed) for seed in range(2)], plain_model(mixtures[name])
+    kwargs: dict[str, Any] = {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.1}
+    section = {"distributed_data_parallel_config": {"use_distributed_optimizer": is_divided}}
+    *_, after = run(
+        layout,
+        name,
+        *(("train_step", batch, WeightedNLL()) for batch in batches),
+        ("run_with_weights", clones),
+        optimizer={"name": "torch.optim.AdamW", "kwargs": kwargs},
+        max_grad_norm=0.5,
+        megatron_cfg={"activation_checkpointing": True, **section},
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), **kwargs)
+    noisy = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in model.named_parameters()}
+    for batch in batches:
+        plain_loss(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for key, parameter in model.named_parameters():
+            noisy[key] |= (parameter.grad.abs() < 1e-7) & (parameter.grad != 0)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = in_files(model, tmp_path / "after")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(noisy[key])
+    left_out = in_files(model, tmp_path / "noisy")
+    assert sum(float(mask.sum()) for mask in left_out.values()) < 20
+    assert after.keys() == expected.keys()
+    for key, weight in after.items():
+        kept = left_out[key] == 0 if "bias" not in key else torch.ones(weight.shape, dtype=torch.bool)
+        torch.testing.assert_close(weight[kept], expected[key][kept], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("megatron dp 2 tp 2 ep 2", "megatron tp 2 etp 2"),
+        ("megatron dp 2 pp 2 ep 2", "plain"),
+        ("plain", "megatron ep 2"),
+    ],
+)
+def test_training_goes_on_from_a_checkpoint_on_another_layout(
+    first: str, second: str, run: Layouts, tmp_path: Path
+) -> None:
+    steps = [("train_step", make_batch(LENGTHS, seed=seed), WeightedNLL()) for seed in range(2)]
+    is_divided = {"distributed_data_parallel_config": {"use_distributed_optimizer": True}}
+    section = {"megatron_cfg": is_divided} if first != "plain" else {}
+    last = [steps[1], ("logprobs", make_batch(LENGTHS))]
+    *_, logprobs = run(first, "mixtral", steps[0], ("save", tmp_path, {"save_optimizer": True}), *last, **section)
+    *_, resumed = run(second, "mixtral", ("load", tmp_path), *last)
+    torch.testing.assert_close(resumed, logprobs, rtol=0, atol=1e-4)
+    saved = plain_model(tmp_path / "weights")  # transformers reads it
+    assert saved.config.architectures == ["MixtralForCausalLM"]
+    assert (tmp_path / "weights" / "model.safetensors").exists()
