@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -273,13 +273,18 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str], *, key: str) ->
         raise ConfigError(key, list(patterns), "all parameters of the model have such names: nothing would be trained")
 
 
-def recompute_activations(layers: Iterable[nn.Module]) -> None:
+def recompute_activations(
+    layers: Iterable[nn.Module], contexts: Callable[[], tuple[Any, Any]] = noop_context_fn
+) -> None:
     """Keep only each layer's input for the backward pass (`activation_checkpointing`).
 
-    The model's own option works only in training mode, which enables dropout.
+    The model's own option works only in training mode, which enables dropout. `contexts` returns those of a forward
+    pass and of its recomputation.
     """
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:

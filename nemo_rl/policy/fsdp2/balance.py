@@ -77,8 +77,6 @@ class RouterBalance:
     ) -> None:
         self._section, self._layout, self._group = section, layout, group
         self._routers: list[Any] = find_routers(model)
-        if not self._routers:
-            raise ConfigError("policy.moe", section.model_dump(), f"{type(model).__name__} has no router")
         self._loads: dict[int, torch.Tensor] = {}  # choices of each expert on this rank since the last step, [E]
         self._shares: dict[int, torch.Tensor] = {}  # choices of each expert on all ranks in this micro-batch, [E]
         self._losses: dict[str, torch.Tensor] = {}  # this rank's part since the last step
@@ -90,7 +88,12 @@ class RouterBalance:
 
     @classmethod
     def of(cls, model: nn.Module, section: MoEConfig, **where: Any) -> "RouterBalance | None":
-        """Return the balance of a model with the arguments of the class; None if nothing balances it."""
+        """Return the balance of a model with the arguments of the class; None if nothing balances it.
+
+        Raises ConfigError for a model without a router.
+        """
+        if section.balances and not find_routers(model):
+            raise ConfigError("policy.moe", section.model_dump(), f"{type(model).__name__} has no router")
         return cls(model, section, **where) if section.balances else None
 
     def weights(self, lengths: Sequence[Sequence[int]]) -> list[float]:
@@ -106,7 +109,7 @@ class RouterBalance:
         `mask` [N] bool tells which of the tokens that the routers see count; None: all. `weight` is one of `weights`.
         """
         self._mask, self._weight, self._is_counting = mask, weight, True
-        self._shares.clear()
+        self._shares = {}
         try:
             yield
         finally:
@@ -124,13 +127,14 @@ class RouterBalance:
     @torch.no_grad()
     def end_step(self, *, is_taken: bool) -> None:
         """Move the biases by the loads of the step, if it was taken, and forget the loads."""
-        if is_taken and self._section.bias_update_rate:
+        if is_taken and self._section.bias_update_rate and self._routers:
             loads = torch.stack([self._loads[index] for index in range(len(self._routers))]).double()
             if self._group is not None:
                 dist.all_reduce(loads, group=self._group)
             signs = torch.sign(loads.mean(dim=1, keepdim=True) - loads)
             for router, direction in zip(self._routers, signs, strict=True):
-                bias = router.get_buffer(BIAS)
+                bias = self._bias(router)
+                assert bias is not None
                 bias += self._section.bias_update_rate * direction.to(bias.dtype)
         self._loads.clear()
 
@@ -159,12 +163,17 @@ class RouterBalance:
         """Return this rank's part of the losses of a layer; `counts` [E] are those of all ranks."""
         num_tokens = counts.sum() / k
         share = counts / counts.sum()
-        balance = len(counts) * (share * _probabilities(router, logits).sum(dim=0)).sum() / num_tokens
+        probabilities = _probabilities(logits, is_sigmoid=self._bias(router) is not None)
+        balance = len(counts) * (share * probabilities.sum(dim=0)).sum() / num_tokens
         z = logits.logsumexp(dim=-1).square().sum() / num_tokens
         if self._is_counting:
             self._add(router_balance=balance, router_z=z)
         weighted = self._section.aux_loss_coeff * balance + self._section.z_loss_coeff * z
         return weighted * self._weight * self._layout.data_parallel_size  # FSDP2 averages gradients over ranks
+
+    def _bias(self, router: nn.Module) -> torch.Tensor | None:
+        """Return the router's bias per expert; None for one that has none."""
+        return dict(router.named_buffers(recurse=False)).get(BIAS)
 
     def _add(self, **losses: torch.Tensor) -> None:
         for name, loss in losses.items():
@@ -172,9 +181,9 @@ class RouterBalance:
             self._losses[name] = self._losses[name] + value if name in self._losses else value
 
 
-def _probabilities(router: nn.Module, logits: torch.Tensor) -> torch.Tensor:
+def _probabilities(logits: torch.Tensor, *, is_sigmoid: bool) -> torch.Tensor:
     """Return the probabilities [N, E] of float32 logits: a softmax, or the shares of sigmoid scores."""
-    if BIAS not in dict(router.named_buffers(recurse=False)):
+    if not is_sigmoid:
         return logits.softmax(dim=-1)
     scores = logits.sigmoid()
     return scores / scores.sum(dim=-1, keepdim=True)

@@ -134,9 +134,6 @@ def check_training(key: str, section: TrainedMegatronConfig, policy: PolicyConfi
         problem = f"{key}.scheduler starts from it; allowed: above 0"
         raise ConfigError("policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr"), problem)
     _check_scheduler(section, key)
-    for name in ("aux_loss_coeff", "z_loss_coeff", "bias_update_rate"):
-        if value := getattr(policy.moe, name):
-            raise ConfigError(f"policy.moe.{name}", value, "Megatron's ranks do not balance experts; allowed: 0")
 
 
 def check_model(section: MegatronConfig, model: "PreTrainedConfig", *, key: str) -> None:
@@ -181,6 +178,9 @@ def _check_experts(section: MegatronConfig, model: "PreTrainedConfig", key: str)
     if mixture.width % tensor:
         problem = f"must divide the width of the model's experts, {mixture.width}"
         raise ConfigError(f"{key}.expert_tensor_parallel_size", tensor, problem)
+    if mixture.shared_width is not None and mixture.shared_width % section.tensor_model_parallel_size:
+        problem = f"must divide the width of the model's shared expert, {mixture.shared_width}"
+        raise ConfigError(f"{key}.tensor_model_parallel_size", section.tensor_model_parallel_size, problem)
 
 
 def _check_architecture(model: "PreTrainedConfig", key: str) -> None:

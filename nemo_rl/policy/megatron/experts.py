@@ -62,13 +62,25 @@ def freeze_routers(stage: nn.Module) -> None:
         router.requires_grad_(False)
 
 
-class BiasedRouter(TopKRouter):
-    """Megatron's router with a bias per expert, which it adds to the scores that choose; Megatron never moves it."""
+class ExpertRouter(TopKRouter):
+    """Megatron's router, which keeps the logits of its last call and, of sigmoid scores, has a bias per expert.
+
+    The bias is added to the scores that choose. Megatron itself never moves it.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        del self.expert_bias
-        self.register_buffer("expert_bias", torch.zeros(self.num_experts, dtype=torch.float32))
+        self.logits: torch.Tensor | None = None  # [N, E]
+        if self.score_function == "sigmoid":
+            del self.expert_bias
+            self.register_buffer("expert_bias", torch.zeros(self.num_experts, dtype=torch.float32))
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and choices of experts, [N, E] each, from logits [T, B, E]."""
+        self.logits = logits.flatten(0, 1)
+        return super().routing(logits, padding_mask)
 
 
 class ExpertLayer(MoELayer):
@@ -80,7 +92,7 @@ class ExpertLayer(MoELayer):
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
         submodules: Any = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts).submodules
-        submodules.router = BiasedRouter if config.moe_router_score_function == "sigmoid" else TopKRouter
+        submodules.router = ExpertRouter
         super().__init__(config, submodules, **kwargs)
         for parameter in self.experts.parameters():
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  also without expert parallelism

@@ -170,7 +170,8 @@ class Experts(Weight):
             return [(experts, slice(None), _share(shapes[0][2], part, width))]
         half = shapes[0][1] // 2
         own = _share(half, part, width)
-        return [(experts, own), (experts, slice(half + own.start, half + own.stop))]
+        rows = (own, slice(half + own.start, half + own.stop))
+        return [(experts, part, slice(None)) for part in rows]
 
     def join(self, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
         return torch.cat(list(parts), dim=1)

@@ -162,9 +162,9 @@ class OptimizerState:
             for name, tensor in self._weights.own(partial(self._whole_state, kind)):
                 if is_writer:
                     state.setdefault(_PREFIX + name, {})[kind] = memory.copy(tensor)
-        for name, parameter in self._weights.trained_by_source():
+        for name, parameters in self._weights.trained_by_source():
             if is_writer:
-                state.setdefault(_PREFIX + name, {}).update(self._scalar_state(parameter))
+                state.setdefault(_PREFIX + name, {}).update(self._scalar_state(parameters[0]))
         memory.wait()
         group = {key: value for key, value in self._optimizer.param_groups[0].items() if key != "params"}
         return {
@@ -177,19 +177,20 @@ class OptimizerState:
         """Load a state that either backend saved on any layout; raises CheckpointError."""
         self._initialize_state()
         asked: dict[str, dict[str, torch.Tensor]] = {}
-        for name, parameter in self._weights.trained_by_source():
+        for name, parameters in self._weights.trained_by_source():
             shape = self._weights.shapes[name]
             asked[_PREFIX + name] = {
                 kind: torch.empty(shape) for kind in self._tensor_state_names()
-            } | self._scalar_state(parameter)
+            } | self._scalar_state(parameters[0])
         lr = float(self._optimizer.param_groups[0]["lr"])
         found = load_state({"state": asked, "param_groups": [{"lr": lr}]}, directory)
         for kind in self._tensor_state_names():
             tensors = {name: found["state"][_PREFIX + name][kind] for name, _ in self._weights.trained_by_source()}
             self._weights.load(LoadedTensors(tensors), partial(self._store_state, kind), trained=True)
-        for name, parameter in self._weights.trained_by_source():
-            for kind in self._scalar_state(parameter):
-                self._state_of(parameter)[kind].copy_(found["state"][_PREFIX + name][kind])
+        for name, parameters in self._weights.trained_by_source():
+            for parameter in parameters:
+                for kind in self._scalar_state(parameter):
+                    self._state_of(parameter)[kind].copy_(found["state"][_PREFIX + name][kind])
         for group in self._optimizer.param_groups:
             group["lr"] = found["param_groups"][0]["lr"]
 

@@ -37,6 +37,7 @@ class StageWeights:
         tensors = dict(_global_named_tensors(stage))
         names = {w.name: w.tensor_names(_num_ranks(w)) for w in self._weights}
         self._held = {name: [tensors[n] for n in own] for name, own in names.items() if own[0] in tensors}
+        self._is_split = {id(t): w.is_split for w in self._weights for t in self._held.get(w.name, ())}
         self._stage_of, self._trained = _stages({name: _is_trained(own[0]) for name, own in self._held.items()})
         self._copy: tuple[Weight, list[torch.Tensor]] | None = None  # the tied embedding, in the last stage
         if model.tie_word_embeddings and "output_layer.weight" in tensors:
@@ -48,20 +49,18 @@ class StageWeights:
         """Return Hugging Face's names of the whole model's trained weights."""
         return [name for weight in self._weights if weight.name in self._trained for name in weight.sources]
 
-    def trained_by_source(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield Hugging Face's names of the stage's trained weights with a parameter that is a part of each."""
+    def trained_by_source(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Yield Hugging Face's names of the stage's trained weights with the parameters that hold parts of each."""
         for weight, tensors in self._held_weights(trained=True):
-            yield from ((name, tensors[0]) for name in weight.sources)
+            yield from ((name, tensors) for name in weight.sources)
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Return whether this rank counts the parameter, unless it leaves that to another data-parallel rank.
 
         One of the ranks of a copy of the model that hold the same does; the copy of a tied embedding is not counted.
         """
-        for weight in self._weights:
-            if any(tensor is parameter for tensor in self._held.get(weight.name, ())):
-                return weight.is_split or parallel.tensor_rank() == 0
-        return False
+        is_split = self._is_split.get(id(parameter))
+        return is_split is not None and (is_split or parallel.tensor_rank() == 0)
 
     @torch.no_grad()
     def load(self, tensors: ModelTensors, store: Store, *, trained: bool = False) -> None:

@@ -1,6 +1,7 @@
 """The policy and teacher workers on Megatron-core."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,9 @@ from nemo_rl.policy.hf_model import (
     recompute_activations,
     tensors_of_files,
 )
+from nemo_rl.policy.megatron import parallel
 from nemo_rl.policy.megatron.backend import MegatronConfig, TrainedMegatronConfig
+from nemo_rl.policy.megatron.balance import StageBalance, routed_tokens
 from nemo_rl.policy.megatron.experts import freeze_routers
 from nemo_rl.policy.megatron.kernels import choose_kernels
 from nemo_rl.policy.megatron.model import DTYPES, Stage, transformer_config
@@ -131,8 +134,11 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         if needs_reference:
             self._reference = frozen_stage(model, tensors, config, temperature=temperature, device=self.device)
             self._reference.truncation = self.truncation
+        balance = None
+        if config.moe.balances:
+            balance = StageBalance(stage, config.moe, layout=layout, group=parallel.data_group())
         if section.activation_checkpointing:
-            recompute_activations(stage.decoder.layers)
+            recompute_activations(stage.decoder.layers, *([balance.contexts] if balance else []))
         self._model = model
         self.module = stage
         self._distributed = _data_parallel(stage, section, layout, self.device)
@@ -152,6 +158,7 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
             batching=training_micro_batching(config),
             max_grad_norm=config.max_grad_norm,
             layout=layout,
+            balance=balance,
         )
 
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -276,8 +283,12 @@ def accumulate_gradients(
     loss: Callable[[IndexedMicroBatch, TokenScores], tuple[torch.Tensor, Any]],
     *,
     device: torch.device,
+    contexts: Sequence[AbstractContextManager[None]] = (),
 ) -> list[Any]:
-    """Sum the gradients of all losses, also over ranks, and return the reports of `loss` on the last stage."""
+    """Sum the gradients of all losses, also over ranks, and return the reports of `loss` on the last stage.
+
+    `contexts` are those of the forward passes of the micro-batches, if they need any.
+    """
 
     def loss_and_report(part: IndexedMicroBatch, scores: TokenScores) -> tuple[torch.Tensor, torch.Tensor, Any]:
         value, report = loss(part, scores)
@@ -286,7 +297,7 @@ def accumulate_gradients(
         value = value.new_ones(1) * value + scores.logprobs.sum() * 0
         return value, torch.zeros((), dtype=torch.int, device=device), report
 
-    return _run(module, parts, wanted, loss_and_report, device=device, forward_only=False)
+    return _run(module, parts, wanted, loss_and_report, device=device, contexts=contexts, forward_only=False)
 
 
 def _run(
@@ -296,8 +307,11 @@ def _run(
     read: Callable[..., Any],
     *,
     device: torch.device,
+    contexts: Sequence[AbstractContextManager[None]] = (),
     **arguments: Any,
 ) -> list[Any]:
+    own_contexts = iter(contexts)
+
     def forward_step(iterator: Iterator[IndexedMicroBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         rows, part = next(iterator)
         lengths = part[keys.LENGTHS].tolist()
@@ -305,7 +319,8 @@ def _run(
         asked = wanted if len(rows) else RequiredScores()  # a dummy part needs no scores
         candidate_ids = None if asked.candidates is None else part[asked.candidates]
         tokens = part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0
-        scores = model(*tokens, asked, candidate_ids, lengths, columns_of(part))
+        with next(own_contexts, nullcontext()):
+            scores = model(*tokens, asked, candidate_ids, lengths, columns_of(part))
         return scores, partial(read, (rows, part))
 
     width = max((part[keys.TOKEN_IDS].shape[1] for _, part in parts), default=1)
@@ -332,6 +347,7 @@ class MegatronTrainer:
     batching: MicroBatching
     max_grad_norm: float | None
     layout: RankLayout
+    balance: StageBalance | None = None
 
     def optimizer_step(self, batch: TrainingBatch, rows: torch.Tensor, loss_fn: LossFn) -> step_report.OptimizerStep:
         """Take one optimizer step on these rows and return its report, which is the same on every rank.
@@ -347,18 +363,37 @@ class MegatronTrainer:
 
         parts = list(micro_batches(batch, rows, self.batching, self.layout))
         self.module.zero_grad_buffer()
-        reports = accumulate_gradients(self.module, parts, loss_fn.required_scores, loss, device=self.device)
-        values, reductions = step_report.reduce_over_ranks(
-            self.layout.all_gather_data_parallel(_aggregate_metrics(reports))
-        )
+        contexts = self._contexts(parts)
+        wanted = loss_fn.required_scores
+        reports = accumulate_gradients(self.module, parts, wanted, loss, device=self.device, contexts=contexts)
+        metrics, reductions = _aggregate_metrics(reports)
+        if self.balance is not None:
+            losses = self.balance.take_losses()
+            metrics |= {name: float(value) for name, value in losses.items()}
+            reductions |= dict.fromkeys(losses, "sum")
+        values, reductions = step_report.reduce_over_ranks(self.layout.all_gather_data_parallel((metrics, reductions)))
         self.main.copy_gradients_from_buffers()
         grad_norm = self.main.clip(self.max_grad_norm)
         skip_cause = step_report.find_skip_cause(values["loss"], grad_norm)
         if skip_cause is None:
             self.optimizer.step()
             self.main.copy_to_model()
+        if self.balance is not None:
+            self.balance.end_step(is_taken=skip_cause is None)
         self.main.clear_gradients()
         return step_report.OptimizerStep(values, reductions, normalizer, grad_norm, skip_cause)
+
+    def _contexts(self, parts: Sequence[IndexedMicroBatch]) -> list[AbstractContextManager[None]]:
+        """Return the contexts in which routers balance the experts of each micro-batch; all ranks call it together."""
+        if self.balance is None:
+            return []
+        weights = self.balance.weights([part[keys.LENGTHS].tolist() if len(rows) else [] for rows, part in parts])
+        found = []
+        for (rows, part), weight in zip(parts, weights, strict=True):
+            lengths, width = part[keys.LENGTHS].tolist(), part[keys.TOKEN_IDS].shape[1]
+            mask = routed_tokens(lengths, width, is_packed=self.module.module.is_packed, is_empty=len(rows) == 0)
+            found.append(self.balance.micro_batch(None if mask is None else mask.to(self.device), weight))
+        return found
 
 
 def _loss(

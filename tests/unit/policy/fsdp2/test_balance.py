@@ -8,15 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
+from transformers import NemotronHConfig, NemotronHForCausalLM, PreTrainedModel
 
-from nemo_rl.config.moe import MoEConfig
+from nemo_rl.config.moe import SIGMOID_MODEL_TYPES, MoEConfig
 from nemo_rl.distributed.expert_routers import find_routers
 from nemo_rl.policy.fsdp2.balance import RouterBalance
 from nemo_rl.policy.fsdp2.worker import FSDP2Trainer
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
 from nemo_rl.policy.micro_batches import SampleCount
-from tests.unit.policy.tiny import EXPERT_MODELS, Exploding, WeightedNLL, make_batch, plain_logprobs
+from tests.unit.policy.tiny import EVEN, EXPERT_MODELS, Exploding, WeightedNLL, make_batch, plain_logprobs
 
 LENGTHS = [9, 5, 12, 3]
 
@@ -59,7 +60,8 @@ def routed(model: Any, batch: TensorDict) -> list[tuple[torch.Tensor, torch.Tens
 def losses_by_hand(name: str, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     balance, z = torch.zeros(()), torch.zeros(())
     for logits, ids in layers:
-        p = logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True) if name == "deepseek_v3" else logits.softmax(1)
+        has_bias = name in SIGMOID_MODEL_TYPES
+        p = logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True) if has_bias else logits.softmax(1)
         share = F.one_hot(ids, logits.shape[1]).double().mean((0, 1))
         balance = balance + logits.shape[1] * (share * p.mean(0)).sum()
         z = z + torch.logsumexp(logits, 1).pow(2).mean()
@@ -92,9 +94,26 @@ def test_micro_batches_count_by_their_share_of_the_tokens() -> None:
     assert one.optimizer_step(batch, torch.arange(4), WeightedNLL()).metrics["router_z"] == pytest.approx(z.item())
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_a_bias_follows_the_load_of_a_step_that_was_taken(recomputes: bool) -> None:
-    model, batch = make_model("deepseek_v3"), make_batch(LENGTHS)
+def nemotron_h() -> PreTrainedModel:
+    """Return a model with a state-space layer, one with experts, and attention."""
+    sizes: dict[str, Any] = {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 8,
+    }
+    experts = {"n_routed_experts": 8, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
+    config = {key: value for key, value in EVEN.items() if key != "num_hidden_layers"} | {"head_dim": 8}
+    layers = ["mamba", "moe", "attention"]
+    return NemotronHForCausalLM(NemotronHConfig(**config, **sizes, **experts, layers_block_type=layers))
+
+
+@pytest.mark.parametrize(("name", "recomputes"), [("deepseek_v3", False), ("deepseek_v3", True), ("nemotron_h", False)])
+def test_a_bias_follows_the_load_of_a_step_that_was_taken(name: str, recomputes: bool) -> None:
+    torch.manual_seed(0)
+    model = make_model(name) if name in EXPERT_MODELS else nemotron_h().float().eval()
+    batch = make_batch(LENGTHS)
     (router,) = find_routers(model)
     before: torch.Tensor = router.get_buffer("e_score_correction_bias").clone()
     ((_, ids),) = routed(model, batch)
