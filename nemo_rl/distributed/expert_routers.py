@@ -44,7 +44,9 @@ class RouterKind:
 
 ROUTERS: Mapping[str, RouterKind] = {  # by the name of the class in transformers 5.19
     "DeepseekV3TopkRouter": RouterKind("deepseek_v3", sigmoid_affinities, epsilon=1e-20),
+    "Glm4MoeTopkRouter": RouterKind("glm4_moe", sigmoid_affinities, epsilon=1e-20),
     "MixtralTopKRouter": RouterKind("mixtral", softmax_affinities),
+    "NemotronHTopkRouter": RouterKind("nemotron_h", sigmoid_affinities, epsilon=1e-20),
     "Qwen3MoeTopKRouter": RouterKind("qwen3_moe", softmax_affinities),
 }
 MODEL_TYPES = sorted(kind.model_type for kind in ROUTERS.values())

@@ -76,7 +76,7 @@ class RouterBalance:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._section, self._layout, self._group = section, layout, group
-        self._routers: list[Any] = find_routers(model)
+        self._routers: list[Any] = self._find_routers(model)
         self._loads: dict[int, torch.Tensor] = {}  # choices of each expert on this rank since the last step, [E]
         self._shares: dict[int, torch.Tensor] = {}  # choices of each expert on all ranks in this micro-batch, [E]
         self._losses: dict[str, torch.Tensor] = {}  # this rank's part since the last step
@@ -170,6 +170,10 @@ class RouterBalance:
             self._add(router_balance=balance, router_z=z)
         weighted = self._section.aux_loss_coeff * balance + self._section.z_loss_coeff * z
         return weighted * self._weight * self._layout.data_parallel_size  # FSDP2 averages gradients over ranks
+
+    def _find_routers(self, model: nn.Module) -> list[Any]:
+        """Return the model's routers in the order of its layers."""
+        return find_routers(model)
 
     def _bias(self, router: nn.Module) -> torch.Tensor | None:
         """Return the router's bias per expert; None for one that has none."""

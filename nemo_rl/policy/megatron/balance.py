@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from nemo_rl.policy.fsdp2.balance import RouterBalance
 from nemo_rl.policy.megatron import parallel
+from nemo_rl.policy.megatron.experts import find_routers
 
 LOSSES = ("router_balance", "router_z")
 
@@ -64,6 +65,9 @@ class StageBalance(RouterBalance):
 
     def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return super()._loss(*args, **kwargs) / self._layout.data_parallel_size  # Megatron sums gradients over ranks
+
+    def _find_routers(self, model: torch.nn.Module) -> list[Any]:
+        return [*find_routers(model)]
 
     def _bias(self, router: torch.nn.Module) -> torch.Tensor | None:
         return router.expert_bias  # type: ignore[return-value]
