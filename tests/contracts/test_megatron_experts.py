@@ -1,6 +1,7 @@
 """Mixtures of experts on Megatron's ranks against one Hugging Face process in float32."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from nemo_rl.distributed.expert_routers import find_routers
 from tests.contracts.layouts import BATCHING, LENGTHS, UNEVEN, Layouts, assert_near, plain_model
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool
@@ -235,6 +237,88 @@ def test_biases_follow_the_load_and_frozen_routers_stay(run: Layouts) -> None:
     assert torch.equal(after[gate], before[gate])
     moved = [key for key in after if not torch.equal(after[key], before[key])]
     assert len(moved) > len(after) / 2
+
+
+def recorded_routes(lengths: list[int], *, num_layers: int, num_experts: int, topk: int) -> torch.Tensor:
+    """Return random experts [B, T, L, k], as an engine records them: none after a row's tokens, nor for some tokens."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (len(lengths), max(lengths), num_layers, num_experts)
+    routes = torch.rand(shape, generator=generator).topk(topk).indices.to(torch.uint8)
+    for row, length in enumerate(lengths):
+        routes[row, length:] = 255
+    routes[1, 2] = 255
+    return routes
+
+
+@contextmanager
+def forced_routes(model: PreTrainedModel, routes: torch.Tensor, lengths: list[int]) -> Iterator[None]:
+    """Let transformers' routers send the samples, each computed alone and in order, to these experts."""
+    kind = model.config.model_type
+
+    def force(layer: int, rows: Iterator[int]) -> Any:
+        def hook(_: Any, __: Any, output: Any) -> Any:
+            row = next(rows)
+            given = routes[row, : lengths[row], layer].long()
+            logits, _, live = output
+            ids = torch.where(given == 255, live, given)
+            scores = (logits.sigmoid() if kind == "glm4_moe" else logits.softmax(-1)).gather(1, ids)
+            scores = scores / scores.sum(-1, keepdim=True) if kind != "qwen3_moe" else scores
+            return logits, scores * (1.5 if kind == "glm4_moe" else 1.0), ids
+
+        return hook
+
+    hooks = [
+        router.register_forward_hook(force(layer, iter(range(len(lengths)))))
+        for layer, router in enumerate(find_routers(model))
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "batching", "size"),
+    [
+        ("megatron ep 2", "mixtral", "packed", 3),
+        ("megatron ep 2", "qwen3_moe", "samples", 3),
+        ("megatron tp 2 ep 2", "glm4_moe", "samples", 3),
+        ("megatron dp 2 pp 2 ep 2", "glm4_moe", "samples", 1),
+    ],
+)
+def test_tokens_go_to_the_experts_that_the_engine_recorded(
+    layout: str, name: str, batching: str, size: int, run: Layouts, mixtures: dict[str, Path], tmp_path: Path
+) -> None:
+    """With layers recomputed; tokens without a route are routed live, and routers have their gradients."""
+    batch, model = make_batch(UNEVEN), plain_model(mixtures[name])
+    shapes = {"mixtral": (2, 8, 2), "qwen3_moe": (1, 4, 2), "glm4_moe": (1, 8, 4)}
+    num_layers, num_experts, topk = shapes[name]
+    routes = recorded_routes(UNEVEN, num_layers=num_layers, num_experts=num_experts, topk=topk)
+    with_routes = batch.clone()
+    with_routes["columns"] = TensorDict({"routed_experts": routes}, batch_size=[len(UNEVEN)])
+    calls = [("logprobs", batch), ("logprobs", with_routes), ("train_step", with_routes, WeightedNLL())]
+    config = {**BATCHING[batching], "train_micro_batch_size": size, "router_replay": {"enabled": True}}
+    live, logprobs, metrics, after = run(
+        layout,
+        name,
+        *calls,
+        ("run_with_weights", clones),
+        optimizer=SGD,
+        megatron_cfg={"activation_checkpointing": True},
+        **config,
+    )
+    torch.testing.assert_close(live, plain_logprobs(model, batch).detach(), rtol=0, atol=1e-5)
+    with forced_routes(model, routes, UNEVEN):
+        expected = plain_logprobs(model, batch)
+    assert (expected - live).abs().max() > 0.1
+    torch.testing.assert_close(logprobs, expected.detach(), rtol=0, atol=1e-5)
+    loss = -(batch["advantages"] * expected).sum() / batch["token_mask"].sum()
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert find_routers(model)[0].weight.grad.abs().max() > 1e-3
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= torch.zeros(()) if parameter.grad is None else parameter.grad
+    assert_near(after, in_files(model, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ class MegatronConfig(BackendConfig):
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = "pipeline_model_parallel_size"
     NEEDS_OWN_PROCESS: ClassVar[bool] = True  # its process groups are those of the whole process
     GATHERS_ON_ALL_RANKS: ClassVar[bool] = True  # each copy of the model by itself
+    REPLAYS_ROUTES: ClassVar[bool] = True
 
     backend: str = Field(default="megatron", exclude=True)
     tensor_model_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer
@@ -134,6 +135,10 @@ def check_training(key: str, section: TrainedMegatronConfig, policy: PolicyConfi
         problem = f"{key}.scheduler starts from it; allowed: above 0"
         raise ConfigError("policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr"), problem)
     _check_scheduler(section, key)
+    replay = policy.router_replay
+    if replay.enabled and replay.mode != "R3":
+        problem = "Megatron's ranks replay the experts of engines, and record none; allowed: R3"
+        raise ConfigError("policy.router_replay.mode", replay.mode, problem)
 
 
 def check_model(section: MegatronConfig, model: "PreTrainedConfig", *, key: str) -> None:

@@ -5,7 +5,7 @@ router needs of one is set for its forward pass, and once more where a layer is 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ def routed_tokens(lengths: Sequence[int], width: int, *, is_packed: bool, is_emp
 class StageBalance(RouterBalance):
     """`RouterBalance` of a stage; one without routers takes part in what all ranks do together."""
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return contexts of a layer's forward pass and of its recomputation, for `torch.utils.checkpoint`."""
-        return nullcontext(), self._restored((self._mask, self._weight, self._shares))
+    def recall(self) -> AbstractContextManager[None]:
+        """Return a context in which routers know of the micro-batch of this call, to recompute a layer."""
+        return self._restored((self._mask, self._weight, self._shares))
 
     def take_losses(self) -> dict[str, torch.Tensor]:
         """Return this rank's parts of the losses of all stages since the last call; all ranks call it together."""

@@ -1,7 +1,7 @@
 """The policy and teacher workers on Megatron-core."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,10 +34,12 @@ from nemo_rl.policy.megatron.backend import MegatronConfig, TrainedMegatronConfi
 from nemo_rl.policy.megatron.balance import StageBalance, routed_tokens
 from nemo_rl.policy.megatron.experts import freeze_routers
 from nemo_rl.policy.megatron.kernels import choose_kernels
+from nemo_rl.policy.megatron.mixtures import read_mixture
 from nemo_rl.policy.megatron.model import DTYPES, Stage, transformer_config
 from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
 from nemo_rl.policy.megatron.optimizer_keys import to_torch_config
 from nemo_rl.policy.megatron.parallel import make_groups, megatron_device_context
+from nemo_rl.policy.megatron.replay import StageReplay
 from nemo_rl.policy.megatron.weights import StageWeights
 from nemo_rl.policy.micro_batches import MicroBatching, columns_of, count_valid, micro_batches, training_micro_batching
 from nemo_rl.policy.offload import optimizer_tensors
@@ -137,8 +139,12 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         balance = None
         if config.moe.balances:
             balance = StageBalance(stage, config.moe, layout=layout, group=parallel.data_group())
+        mixture = read_mixture(model.config)
+        if config.router_replay.replays and mixture is not None:
+            stage.replay = StageReplay(stage, mixture)
         if section.activation_checkpointing:
-            recompute_activations(stage.decoder.layers, *([balance.contexts] if balance else []))
+            kept = [one for one in (balance, stage.replay) if one is not None]
+            recompute_activations(stage.decoder.layers, partial(_recomputation, kept))
         self._model = model
         self.module = stage
         self._distributed = _data_parallel(stage, section, layout, self.device)
@@ -206,6 +212,19 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
             yield from optimizer_tensors(self._optimizer)
         elif self._reference is not None:
             yield from (*self._reference.parameters(), *self._reference.buffers())
+
+
+def _recomputation(kept: Sequence[StageBalance | StageReplay]) -> tuple[AbstractContextManager[None], ...]:
+    """Return contexts of a layer's forward pass, and of its recomputation, in which routers know the same."""
+    return nullcontext(), _entered([one.recall() for one in kept])
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _data_parallel(

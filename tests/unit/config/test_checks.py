@@ -54,9 +54,9 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             r"policy\.router_replay\.enabled is true, which needs whole engines",
         ),
         (
-            ["policy.router_replay.enabled=true", "policy.megatron_cfg.enabled=true"],
-            "policy.router_replay.enabled",
-            "the backend Megatron does not replay routes; allowed: false",
+            ["policy.router_replay={enabled: true, mode: R2}", "policy.megatron_cfg.enabled=true"],
+            "policy.router_replay.mode",
+            "Megatron's ranks replay the experts of engines, and record none; allowed: R3",
         ),
         (
             ["policy.sequence_packing.share_prefixes=true"],
