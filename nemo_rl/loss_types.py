@@ -37,6 +37,9 @@ class TokenScores(NamedTuple):
     entropy: "torch.Tensor | None" = None  # [B, T] of the whole distribution, in nats
     topk: TopK | None = None
     routes: "torch.Tensor | None" = None  # [B, T, L, k] experts of each token (token_columns.py), if they are recorded
+    # [B, T]: 1 where the engine drew from another set than top-k and top-p of the policy's own logits leave, else 0;
+    # None: nothing is truncated
+    sampling_mask_differs: "torch.Tensor | None" = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,8 @@ ENGINE_MISMATCH = MetricGroup(
         "train/js_divergence_error": f"{TOKENS} of half the k3 estimate to the mixture, from each side",
         "train/max_logprob_error": "highest abs(lp_prev - lp_gen) of a token",
         "train/num_nonfinite_generation_logprobs": "trained tokens for which the engine's log-prob is not finite",
+        "train/sampling_mask_mismatch": "share of trained tokens drawn from another set than the policy's own",
+        "train/sampling_mask_missing": "share without a recorded set: scored on the policy's own top-k and top-p",
         "train/sampling_importance_ratio": f"{TOKENS} of exp(lp_prev - lp_gen), as it weights the loss",
         "train/is_oob_ratio": "share of the tokens or sequences whose importance weight was clamped or dropped",
         "train/max_seq_mult_prob_error": "highest mean of exp(abs(lp_prev - lp_gen)) of a sequence",

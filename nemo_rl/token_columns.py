@@ -15,6 +15,7 @@ import numpy as np
 
 ROUTED_EXPERTS = "routed_experts"  # [T, layers, k] of `id_dtype`: experts that computed the token as an input
 SAMPLING_MASK = "sampling_mask"  # [T, width] int32: ids of the tokens that it was drawn from, padded with -1
+MAX_SET_SIZE = 512  # recorded tokens per set: 2 KiB; larger sets are missing
 
 
 def missing_value(dtype: np.dtype) -> float:
@@ -33,6 +34,22 @@ def id_dtype(count: int) -> np.dtype:
     Example: uint8 for 255 experts, uint16 for 256.
     """
     return next(np.dtype(kind) for kind in (np.uint8, np.uint16, np.uint32) if count <= np.iinfo(kind).max)
+
+
+def sampling_mask_columns(sets: Sequence[np.ndarray | None], *, num_prompt_tokens: int) -> "TokenColumns":
+    """Return the sets that consecutive tokens were drawn from, one of ids per token, as a column after the prompt.
+
+    A set of more than MAX_SET_SIZE tokens is missing, as None is.
+    """
+    kept = [None if one is None or len(one) > MAX_SET_SIZE else one for one in sets]
+    width = max((len(one) for one in kept if one is not None), default=0)
+    if width == 0:
+        return NO_COLUMNS
+    table = np.full((num_prompt_tokens + len(kept), width), -1, np.int32)
+    for row, one in enumerate(kept, num_prompt_tokens):
+        if one is not None:
+            table[row, : len(one)] = one
+    return TokenColumns({SAMPLING_MASK: table})
 
 
 class TokenColumns(Mapping[str, np.ndarray]):

@@ -249,6 +249,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     guide: Guide | None = None  # log-probs are then of the masked distribution
+    return_sampling_mask: bool = field(default=False, repr=False)  # record the set that each token is drawn from
+
+    @property
+    def needs_sampling_mask(self) -> bool:
+        """Return whether sets are recorded: none is smaller than the vocabulary without top-p and top-k."""
+        return self.return_sampling_mask and self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     def greedy(self) -> "SamplingParams":
         """Return the parameters that take the likeliest token each time."""

@@ -253,6 +253,8 @@ class SamplingConfig(Section):
     # sample from the likeliest tokens that hold this share of the probability; 1: from all
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int | None = Field(default=None, gt=0)  # sample from this many of the likeliest tokens; None: from all
+    # with top_p or top_k: train on the set that the engine drew each token from; false: on the trainer's own truncation
+    return_sampling_mask: bool = True
     stop_token_ids: list[TokenId] | None = None  # beside the tokenizer's end-of-sequence token
     stop_strings: list[str] | None = None  # texts that end a response, beside the stop tokens
     ignore_eos: bool = False  # sample on to the token limit, whatever is sampled; for measurements

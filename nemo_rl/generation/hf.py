@@ -22,7 +22,14 @@ from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import Generation
-from nemo_rl.token_columns import NO_COLUMNS, ROUTED_EXPERTS, TokenColumns, id_dtype, missing_value
+from nemo_rl.token_columns import (
+    NO_COLUMNS,
+    ROUTED_EXPERTS,
+    TokenColumns,
+    id_dtype,
+    missing_value,
+    sampling_mask_columns,
+)
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan
 from nemo_rl.weight_manifests import Weights
 
@@ -41,6 +48,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # weight version per token
     routes: list[np.ndarray] = field(default_factory=list)  # per forward pass, [tokens, layers, k]
+    sets: list[np.ndarray | None] = field(default_factory=list)  # ids that each token was drawn from, if recorded
     stopped: bool = False
 
     @property
@@ -56,10 +64,12 @@ class Row:
             "stop" if self.stopped else "length",
             weight_versions=(spans[0].version, spans[-1].version),
             weight_spans=spans if len(spans) > 1 else (),
-            columns=self._columns(),
+            columns=self._routes().completed(
+                sampling_mask_columns(self.sets, num_prompt_tokens=len(self.request.token_ids))
+            ),
         )
 
-    def _columns(self) -> TokenColumns:
+    def _routes(self) -> TokenColumns:
         """Return the routes of the prompt's and the response's tokens; the last one was no input of the model."""
         if not self.routes:
             return NO_COLUMNS
@@ -241,7 +251,11 @@ class HFGeneration(Generation):
 
     def _extend(self, row: Row, logits: torch.Tensor) -> None:
         sampling = row.request.sampling
-        token, logprob = sample_token(logits, sampling, row.generator)
+        if sampling.temperature > 0:
+            logits = filter_logits(logits / sampling.temperature, sampling)
+        token, logprob = sample_token(logits, row.generator if sampling.temperature > 0 else None)
+        if sampling.needs_sampling_mask:
+            row.sets.append(logits.isfinite().nonzero()[:, 0].numpy())
         row.token_ids.append(token)
         row.logprobs.append(logprob)
         row.versions.append(self._weight_version)
@@ -306,14 +320,11 @@ def to_weight_spans(versions: Sequence[int]) -> tuple[WeightSpan, ...]:
     return tuple(spans)
 
 
-def sample_token(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
-    """Sample a token from [V] logits; return it with its log-prob after temperature, top-k and top-p."""
-    if sampling.temperature == 0:
-        token = int(logits.argmax())
-        return token, float(logits.log_softmax(-1)[token])
-    logits = filter_logits(logits / sampling.temperature, sampling)
+def sample_token(logits: torch.Tensor, generator: torch.Generator | None) -> tuple[int, float]:
+    """Sample a token from [V] logits, or take the likeliest without a generator; return it with its log-prob."""
     logprobs = logits.log_softmax(-1)
-    token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
+    greedy = generator is None
+    token = int(logits.argmax() if greedy else torch.multinomial(logprobs.exp(), 1, generator=generator))
     return token, float(logprobs[token])
 
 

@@ -20,6 +20,7 @@ NON_IDENTITY_KEYS = frozenset(
         "batching",
         "device",
         "head_url",
+        "return_sampling_mask",
         "in_actor",
         "in_tasks",
         "limits",

@@ -1,13 +1,8 @@
 """Limits and sampling parameters of all rollouts of a run."""
 
-from typing import TYPE_CHECKING
-
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.experience.rollout_dependencies import RolloutLimits
 from nemo_rl.types import SamplingParams
-
-if TYPE_CHECKING:
-    pass
 
 
 def make_limits(config: RolloutRunConfig, *, max_retries: int | None = None) -> RolloutLimits:
@@ -33,4 +28,5 @@ def make_sampling(config: RolloutRunConfig, stop_token_ids: tuple[int, ...]) -> 
         top_k=generation.top_k or -1,
         stop_token_ids=() if generation.ignore_eos else tuple(stops),
         stop_strings=tuple(generation.stop_strings or ()),
+        return_sampling_mask=generation.return_sampling_mask,
     )

@@ -115,7 +115,7 @@ def make_validator(
         return None
     algorithm = config.algorithm
     own = {"temperature": algorithm.val_temperature, "top_p": algorithm.val_top_p, "top_k": algorithm.val_top_k}
-    sampling = make_sampling(config, dependencies.encoder.stop_token_ids)
+    sampling = replace(make_sampling(config, dependencies.encoder.stop_token_ids), return_sampling_mask=False)
     return Validator(
         prompt_sets=prompt_sets,
         dependencies=dependencies,

@@ -23,7 +23,7 @@ from nemo_rl.launch.teachers import open_teachers
 from nemo_rl.policy.batch_transfer import bytes_of_step
 from nemo_rl.policy.driver import LocalPolicy, PolicyWorkerGroup
 from nemo_rl.policy.memory import UnknownShapeError
-from nemo_rl.policy.truncation import make_truncation
+from nemo_rl.policy.truncation import largest_recorded_set, make_truncation
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.cluster import Reservation, ReservedSlot
@@ -125,12 +125,12 @@ async def _open_cluster(
 
 def _bytes_of_step(config: TrainingRunConfig | SupervisedRunConfig) -> int:
     """Return what a step's batches and scores take in the cluster's object store."""
+    length = config.policy.max_total_sequence_length
     if isinstance(config, SupervisedRunConfig):
-        num_samples = config.policy.train_global_batch_size * config.rows_per_sample
-    else:
-        num_samples = config.algorithm.num_samples_per_step
+        return bytes_of_step(config.policy.train_global_batch_size * config.rows_per_sample, length)
     topk = config.distillation.topk_logits_k if isinstance(config, DistillationRunConfig) else 0
-    return bytes_of_step(num_samples, config.policy.max_total_sequence_length, topk=topk)
+    set_size = largest_recorded_set(config.policy.generation)
+    return bytes_of_step(config.algorithm.num_samples_per_step, length, topk=topk, set_size=set_size)
 
 
 async def _open_ranks(

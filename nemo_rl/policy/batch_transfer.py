@@ -20,14 +20,18 @@ from nemo_rl.types import TrainingBatch
 INT32 = torch.iinfo(torch.int32)
 BYTES_PER_TOKEN = 40  # ten entries of 4 bytes, more than any algorithm's batch has
 BYTES_PER_CANDIDATE = 8  # a token id and its log-prob
+BYTES_PER_SET_ENTRY = 4  # a token id
 
 
-def bytes_of_step(num_samples: int, max_tokens: int, *, topk: int = 0) -> int:
+def bytes_of_step(num_samples: int, max_tokens: int, *, topk: int = 0, set_size: int = 0) -> int:
     """Return the peak bytes in the object store: a batch and the scores from which it was made.
+
+    `set_size`: of the largest set that a token was drawn from, if sets are recorded.
 
     Example: 512 samples of 2,048 tokens with 64 likely tokens at each: 2 * 512 * 2048 * (40 + 64 * 8), 1.1 GiB.
     """
-    return 2 * num_samples * max_tokens * (BYTES_PER_TOKEN + BYTES_PER_CANDIDATE * topk)
+    per_token = BYTES_PER_TOKEN + BYTES_PER_CANDIDATE * topk + BYTES_PER_SET_ENTRY * set_size
+    return 2 * num_samples * max_tokens * per_token
 
 
 @dataclass(frozen=True, slots=True)

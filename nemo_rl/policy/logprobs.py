@@ -26,7 +26,8 @@ from nemo_rl.policy.expert_routing import ExpertRouting, PaddedRows, TokenLayout
 from nemo_rl.policy.hf_model import small_model
 from nemo_rl.policy.linear_logprobs import LinearOptions, is_plain_matrix, linear_logprobs
 from nemo_rl.policy.log_softmax import logprobs_and_entropy
-from nemo_rl.policy.truncation import WHOLE, VocabularyShard
+from nemo_rl.policy.truncation import WHOLE, Truncation, VocabularyShard
+from nemo_rl.token_columns import SAMPLING_MASK
 
 LOGPROBS_ONLY = RequiredScores()
 CPU = torch.device("cpu")
@@ -44,19 +45,30 @@ class ScoreQuery:
     candidate_ids: torch.Tensor | None = None  # [N, K] int64; ids below 0 are padding
     entropy: bool = False
     topk: int = 0
+    sampling_mask: torch.Tensor | None = None  # [N, W]: ids that the targets were drawn from; below 0 are padding
 
     @classmethod
     def at(
-        cls, positions: torch.Tensor, token_ids: torch.Tensor, wanted: RequiredScores, candidates: torch.Tensor | None
+        cls,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        wanted: RequiredScores,
+        candidates: torch.Tensor | None,
+        columns: Mapping[str, torch.Tensor] | None = None,
     ) -> "ScoreQuery":
-        """Return the query of N positions in the flattened tokens [B, T] and candidates [B, T, K]."""
-        chosen = None if candidates is None else candidates.flatten(0, 1).index_select(0, positions)
-        return cls(token_ids.flatten()[positions], chosen, entropy=wanted.entropy, topk=wanted.topk)
+        """Return the query of N positions in the flattened tokens [B, T], candidates [B, T, K] and columns."""
+
+        def chosen(table: torch.Tensor | None) -> torch.Tensor | None:
+            return None if table is None else table.flatten(0, 1).index_select(0, positions)
+
+        targets, sets = token_ids.flatten()[positions], (columns or {}).get(SAMPLING_MASK)
+        return cls(targets, chosen(candidates), wanted.entropy, wanted.topk, chosen(sets))
 
     def part(self, at: slice) -> "ScoreQuery":
         """Return the query of a range of the distributions."""
         candidates = None if self.candidate_ids is None else self.candidate_ids[at]
-        return ScoreQuery(self.targets[at], candidates, entropy=self.entropy, topk=self.topk)
+        sets = None if self.sampling_mask is None else self.sampling_mask[at]
+        return ScoreQuery(self.targets[at], candidates, self.entropy, self.topk, sets)
 
     def split(self, size: int) -> list["ScoreQuery"]:
         """Split into queries of `size` distributions."""
@@ -213,7 +225,7 @@ class CausalLogprobs(nn.Module):
         """
         needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
-        score_query = ScoreQuery.at(at, token_ids, wanted, candidate_ids)
+        score_query = ScoreQuery.at(at, token_ids, wanted, candidate_ids, columns)
         inputs: dict[str, Any] = {"input_ids": token_ids}
         layout: TokenLayout = PaddedRows(token_ids.shape[1])
         if self.is_packed:
@@ -256,8 +268,7 @@ class CausalLogprobs(nn.Module):
     def _score_logits(self, logits: torch.Tensor, score_query: ScoreQuery) -> TokenScores:
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        logits = self.truncation(logits, score_query.targets, self.vocabulary)
-        return score_logits(logits, score_query, self.vocabulary)
+        return score_truncated(logits, score_query, self.truncation, self.vocabulary)
 
     @torch.no_grad()
     def _supports_chunked_logits(self, model: PreTrainedModel) -> bool:
@@ -302,6 +313,14 @@ def score_logits(logits: torch.Tensor, score_query: ScoreQuery, shard: Vocabular
         ids.append(_topk_ids(logits.detach(), score_query.topk, shard))
     scores = logprobs_and_entropy(logits, torch.cat(ids, dim=1), entropy=score_query.entropy, shard=shard)
     return score_query.scores(ids, *scores)
+
+
+def score_truncated(
+    logits: torch.Tensor, score_query: ScoreQuery, truncation: Truncation, shard: VocabularyShard | None = None
+) -> TokenScores:
+    """Return `score_logits` of the distribution that the targets were drawn from."""
+    logits, differs = truncation.replay(logits, score_query.targets, score_query.sampling_mask, shard)
+    return score_logits(logits, score_query, shard)._replace(sampling_mask_differs=differs)
 
 
 def map_scores(function: Callable[[list[torch.Tensor]], torch.Tensor], parts: Sequence[TokenScores]) -> TokenScores:

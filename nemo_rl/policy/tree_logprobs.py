@@ -28,6 +28,7 @@ from nemo_rl.policy.logprobs import (
     map_scores,
     scatter_scores,
 )
+from nemo_rl.token_columns import SAMPLING_MASK
 
 ScoreLogits = Callable[[torch.Tensor, ScoreQuery], TokenScores]
 
@@ -65,12 +66,15 @@ class SharedPrefixLogprobs(CausalLogprobs):
         needed = F.pad(needed[:, 1:], (1, 0))
         tree = SharedPrefixes.of(token_ids, lengths or [token_ids.shape[1]] * len(token_ids))
         candidates = None if candidate_ids is None else candidate_ids[needed]
-        queries = TreeQueries.of(tree.row_positions, needed, candidates)
+        sets = (columns or {}).get(SAMPLING_MASK)
+        sets = None if sets is None else sets[needed]
+        queries = TreeQueries.of(tree.row_positions, needed, _beside(candidates, sets))
         score_query = ScoreQuery(
             token_ids[needed][queries.entries],
             None if candidates is None else candidates[queries.entries],
             entropy=wanted.entropy,
             topk=wanted.topk,
+            sampling_mask=None if sets is None else sets[queries.entries],
         )
         inputs = tree.model_inputs(token_ids)
         if self.routing is not None:
@@ -107,7 +111,8 @@ class TreeQueries:
     def of(cls, row_positions: torch.Tensor, needed: torch.Tensor, candidates: torch.Tensor | None) -> "TreeQueries":
         """Return the queries of the E true entries of `needed` [B, T], of which entry 0 is not needed.
 
-        A position and a next token are one query, unless rows ask for different candidates [E, K] there.
+        A position and a next token are one query, unless rows ask for different candidates [E, K] there, or were drawn
+        from different sets.
         """
         own = row_positions[needed]  # [E]: a position of the tree is a distinct prefix, so its token and all before it
         before = row_positions.roll(1, dims=1)[needed]
@@ -160,6 +165,12 @@ class TreeQueries:
             end = max(int(np.searchsorted(ends, done + size, side="right")), start + 1)
             yield slice(start, end), slice(done - start, int(ends[end - 1]) - end)
             start, done = end, int(ends[end - 1])
+
+
+def _beside(*tables: torch.Tensor | None) -> torch.Tensor | None:
+    """Return those of the tables [E, ...] that are given as one, whose rows are equal if all of them are."""
+    given = [table for table in tables if table is not None]
+    return torch.cat(given, dim=1) if given else None
 
 
 def _score_chunk(

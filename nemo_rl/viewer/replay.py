@@ -32,9 +32,9 @@ from nemo_rl.loss_types import TokenScores
 from nemo_rl.losses.make import make_loss
 from nemo_rl.observability.loggers import METRICS_FILE
 from nemo_rl.policy.hf_model import load_model
-from nemo_rl.policy.micro_batches import count_valid, expected_optimizer_steps
-from nemo_rl.policy.truncation import make_truncation
-from nemo_rl.token_columns import decode_columns
+from nemo_rl.policy.micro_batches import columns_of, count_valid, expected_optimizer_steps
+from nemo_rl.policy.truncation import largest_recorded_set, make_truncation
+from nemo_rl.token_columns import SAMPLING_MASK, decode_columns
 from nemo_rl.types import (
     CollectedGroups,
     Failure,
@@ -117,6 +117,8 @@ def _check_replayable(config: GRPORunConfig) -> None:
         "grpo.adv_estimator.needs_greedy_baseline": (config.grpo.adv_estimator.needs_greedy_baseline, False),
         **{f"reward_penalties.{name}": (True, False) for name in config.reward_penalties.enabled},
     }
+    if largest_recorded_set(config.policy.generation):
+        required["rollout.write_token_columns"] = (config.rollout.write_token_columns, True)
     for key, (value, allowed) in required.items():
         if value is not allowed:
             raise ConfigError(key, value, f"the run's rollouts cannot be replayed; allowed: {str(allowed).lower()}")
@@ -153,7 +155,9 @@ def token_logprobs(weights: str | None, config: GRPORunConfig, batch: TrainingBa
     for row, length in enumerate(batch[keys.LENGTHS].tolist()):
         ids = batch[keys.TOKEN_IDS][row : row + 1, :length]
         logits = model(input_ids=ids, use_cache=False).logits.float() / config.policy.generation.temperature
-        logits = truncation(logits[0, :-1], ids[0, 1:])
+        sets = (columns_of(batch) or {}).get(SAMPLING_MASK)
+        sets = None if sets is None else sets[row, 1:length]
+        logits, _ = truncation.replay(logits[0, :-1], ids[0, 1:], sets)
         scores = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         result[row, 1:length] = scores
     return result * batch[keys.TOKEN_MASK]

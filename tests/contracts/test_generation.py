@@ -10,8 +10,9 @@ from transformers import Qwen2ForCausalLM
 
 from nemo_rl.generation.requests import answer_by_deadline, generate_by_deadline
 from nemo_rl.generation.vllm.engine import VllmGeneration
-from nemo_rl.policy.truncation import Truncation
+from nemo_rl.policy.truncation import Truncation, kept_tokens
 from nemo_rl.testing import ENGINE_CLAIMS
+from nemo_rl.token_columns import SAMPLING_MASK
 from nemo_rl.types import Completion, FailedRequest
 from tests.contracts.engines import MAX_MODEL_LEN, VOCAB_SIZE, answers, exact_logprobs, request, tiny_model
 from tests.contracts.test_weight_sync import published
@@ -48,6 +49,35 @@ def test_logprobs_are_those_of_the_trainers_truncated_distribution(engine_loop, 
         completion = results[asked.request_id]
         exact = exact_logprobs(model, asked.token_ids, completion.token_ids, 0.7, Truncation(top_p, top_k))
         torch.testing.assert_close(torch.tensor(completion.logprobs), exact, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.8, None), (1.0, 7), (0.9, 20)])
+def test_recorded_sets_are_those_that_tokens_were_drawn_from(engine_loop, engine, model, top_p, top_k):
+    """Each log-prob is that of the recorded set alone, which is the model's own where nothing is at the edge."""
+    sampling = {"temperature": 0.7, "top_p": top_p, "top_k": top_k or -1, "max_new_tokens": 20}
+    requests = [
+        request(str(i), tokens=prompt, seed=i, return_sampling_mask=True, **sampling)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    plain = replace(requests[0], sampling=replace(requests[0].sampling, return_sampling_mask=False), request_id="plain")
+    results = engine_loop.run(answers(engine, [*requests, plain]))
+    assert not results["plain"].columns
+    assert results["plain"].token_ids == results["0"].token_ids
+    for asked in requests:
+        completion, length = results[asked.request_id], len(asked.token_ids)
+        sets = completion.columns[SAMPLING_MASK]
+        assert (sets[:length] == -1).all()
+        with torch.no_grad():
+            logits = model(torch.tensor([[*asked.token_ids, *completion.token_ids]])).logits[0, length - 1 : -1] / 0.7
+        own = kept_tokens(logits, top_p=top_p, top_k=top_k)
+        for token, logprob, row, scores, kept in zip(
+            completion.token_ids, completion.logprobs, sets[length:], logits, own, strict=True
+        ):
+            ids = torch.from_numpy(row[row >= 0]).long()
+            assert sorted(ids.tolist()) == kept.nonzero()[:, 0].tolist()
+            assert token in ids
+            exact = scores[token] - scores[ids].logsumexp(0)
+            assert logprob == pytest.approx(float(exact), abs=1e-4)
 
 
 def test_top_k_samples_among_the_best_and_renormalises(engine_loop, engine):

@@ -26,7 +26,16 @@ from tests.contracts.layouts import (
 )
 from tests.contracts.policies import SGD, clones, first_name, make_policy, play, raising
 from tests.contracts.rank_pool import Mesh, RankPool
-from tests.unit.policy.tiny import MODELS, SIZES, VOCABULARY, OfAllScores, WeightedNLL, make_batch, plain_logprobs
+from tests.unit.policy.tiny import (
+    MODELS,
+    SIZES,
+    VOCABULARY,
+    OfAllScores,
+    WeightedNLL,
+    make_batch,
+    plain_logprobs,
+    with_sampling_mask,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,15 +97,22 @@ TRUNCATED = [
 def test_truncated_logprobs_and_gradients_are_those_of_the_plain_model(
     layout: str, batching: str, run: Layouts, models: dict[str, Path]
 ) -> None:
-    batch, model = make_batch(UNEVEN), plain_model(models["qwen3"])
+    """On the engine's set where it was recorded, on the policy's own elsewhere."""
+    model = plain_model(models["qwen3"])
+    batch = with_sampling_mask(make_batch(UNEVEN), model.config.vocab_size)
     truncation = Truncation(top_p=0.8, top_k=10)
     reading = [("logprobs", batch), ("reference_logprobs", batch), ("run_with_weights", clones)]
     config = {"optimizer": SGD, "temperature": 0.7, "needs_reference": True, "truncation": truncation}
-    logprobs, reference, _, after = run(
+    logprobs, reference, metrics, after = run(
         layout, "qwen3", *reading[:2], ("train_step", batch, WeightedNLL()), reading[2], **config, **BATCHING[batching]
     )
     expected = plain_logprobs(model, batch, temperature=0.7, top_p=0.8, top_k=10)
-    assert (expected - plain_logprobs(model, batch, temperature=0.7)).abs().max() > 0.1
+    own = plain_logprobs(model, batch.exclude("columns"), temperature=0.7, top_p=0.8, top_k=10)
+    assert (expected - own).abs().max() > 0.1
+    sampled = batch["token_mask"] > 0
+    missing = (batch["columns", "sampling_mask"] < 0).all(-1)[sampled].float().mean()
+    assert metrics["sampling_mask_missing"] == pytest.approx(missing.item(), abs=1e-6)
+    assert metrics["sampling_mask_mismatch"] == pytest.approx(1 - missing.item(), abs=1e-6)  # random sets are others
     torch.testing.assert_close(logprobs, expected.detach(), rtol=0, atol=1e-5)
     torch.testing.assert_close(reference, expected.detach(), rtol=0, atol=1e-5)
     (-(batch["advantages"] * expected).sum() / batch["token_mask"].sum()).backward()

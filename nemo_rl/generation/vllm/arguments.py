@@ -7,6 +7,7 @@ from typing import Any
 from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.cpu.settings import check_cpu_arguments, cpu_arguments
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig
+from nemo_rl.token_columns import MAX_SET_SIZE
 
 WORKER_EXTENSION = "nemo_rl.generation.vllm.worker.WeightLoadingExtension"  # imported by vLLM's worker
 ENGINE_SEED_BITS = 31
@@ -31,6 +32,7 @@ def engine_arguments(section: VllmGenerationConfig, model: EngineModel) -> dict[
         "skip_tokenizer_init": not has_tokenizer(model.model_path),
         "generation_config": "vllm",  # ignore the sampling defaults of the model
         "logprobs_mode": "processed_logprobs",  # log_softmax(logits / temperature)
+        "max_logprobs": MAX_SET_SIZE + 1,  # by which an engine tells the set that a token was drawn from
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

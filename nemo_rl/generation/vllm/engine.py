@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from nemo_rl import types
 from nemo_rl.distributed.processes import kill_children, wait_until_idle
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
@@ -24,7 +26,7 @@ from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig
 from nemo_rl.generation.vllm.process_environment import START_S, restore_environment, starting_engine
 from nemo_rl.generation.vllm.routes import make_route_source
 from nemo_rl.interfaces import EnginePart
-from nemo_rl.token_columns import NO_COLUMNS, TokenColumns
+from nemo_rl.token_columns import NO_COLUMNS, TokenColumns, sampling_mask_columns
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 from nemo_rl.weight_manifests import DeviceWeights, LocalWeights, WeightChunks, WeightManifest, Weights, WeightStream
 
@@ -145,7 +147,9 @@ class VllmGeneration:
             return FailedRequest(request.request_id, one_line(error), is_too_long=is_too_long)
         finally:
             self._num_running -= 1
-        return to_completion(request.request_id, output, version, columns)
+        return to_completion(
+            request.request_id, output, version, columns, num_likeliest=self._recorded_width(request.sampling)
+        )
 
     async def _sample(self, request: GenerationRequest) -> "RequestOutput":
         if not 0 <= min(request.token_ids, default=0) <= max(request.token_ids, default=0) < self._vocab_size:
@@ -161,6 +165,17 @@ class VllmGeneration:
                 if request.on_tokens is None or output.finished:  # FINAL_ONLY: the first is the whole answer
                     return output
         raise GenerationError(f"vLLM gave no answer to {request.request_id}")
+
+    def _recorded_width(self, sampling: types.SamplingParams) -> int:
+        """Return the likeliest tokens to ask for with each sampled one, so that its set is known; 0: for no set.
+
+        One more than `top_k`, because more than that many tokens stay if the last ones are as likely as each other.
+        """
+        if not sampling.needs_sampling_mask:
+            return 0
+        width = min(sampling.top_k + 1 if sampling.top_k > 0 else self._vocab_size, self._vocab_size)
+        limit: int = self._engine.vllm_config.model_config.max_logprobs
+        return width if width <= limit else 0
 
     def _params(self, request: GenerationRequest) -> "SamplingParams":
         make = self._make_params if request.sampling.guide else self._cached_params  # vLLM modifies params with a guide
@@ -180,7 +195,7 @@ class VllmGeneration:
             stop=list(sampling.stop_strings),
             detokenize=bool(sampling.stop_strings),
             ignore_eos=True,  # only the request's own stop tokens end it, as in every engine
-            logprobs=0,
+            logprobs=self._recorded_width(sampling),
             flat_logprobs=True,
             structured_outputs=guide,
             output_kind=self._final_only if is_final_only else self._cumulative,
@@ -323,9 +338,17 @@ def weight_loading_call(weights: LocalWeights | WeightManifest | DeviceWeights |
 
 
 def to_completion(
-    request_id: str, output: "RequestOutput", version: int, columns: TokenColumns = NO_COLUMNS
+    request_id: str,
+    output: "RequestOutput",
+    version: int,
+    columns: TokenColumns = NO_COLUMNS,
+    *,
+    num_likeliest: int = 0,
 ) -> Completion | FailedRequest:
-    """Return the request's result; `version` is the weight version at its start, used if the engine reports none."""
+    """Return the request's result; `version` is the weight version at its start, used if the engine reports none.
+
+    `columns` are those from elsewhere; `num_likeliest` tokens were asked for beside each sampled one.
+    """
     sampled: Any = output.outputs[0]
     if sampled.finish_reason not in ("stop", "length"):
         return FailedRequest(request_id, f"vLLM ended it with {sampled.finish_reason!r}")
@@ -333,12 +356,25 @@ def to_completion(
     return Completion(
         request_id,
         tuple(sampled.token_ids),
-        tuple(sampled.logprobs.logprobs),
+        tuple(sampled.logprobs.logprobs[:: num_likeliest + 1]),  # the sampled token is first
         sampled.finish_reason,
         weight_versions=(spans[0].version, spans[-1].version) if spans else (version, version),
         weight_spans=spans if len(spans) > 1 else (),
-        columns=columns,
+        columns=columns.completed(_sampling_mask(output, num_likeliest)) if num_likeliest else columns,
     )
+
+
+def _sampling_mask(output: "RequestOutput", num_likeliest: int) -> TokenColumns:
+    """Return the sets that tokens were drawn from: those likeliest ones that have a probability.
+
+    A set is unknown, hence missing, if all of them have one: there may be more.
+    """
+    sampled: Any = output.outputs[0]
+    flat, shape = sampled.logprobs, (len(sampled.token_ids), num_likeliest + 1)
+    ids, logprobs = (np.array(values).reshape(shape)[:, 1:] for values in (flat.token_ids, flat.logprobs))
+    is_kept = np.isfinite(logprobs)
+    sets = [None if kept.all() else own[kept] for own, kept in zip(ids, is_kept, strict=True)]
+    return sampling_mask_columns(sets, num_prompt_tokens=len(output.prompt_token_ids or ()))
 
 
 def one_line(error: BaseException) -> str:

@@ -56,6 +56,7 @@ from nemo_rl.policy.offload import optimizer_tensors
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.policy.saving import load_optimizer
 from nemo_rl.policy.tree_logprobs import SharedPrefixLogprobs
+from nemo_rl.policy.truncation import sampling_mask_metrics
 from nemo_rl.policy.worker import ConfigT, PolicyWorker, ScoringWorker, TeacherWorker
 from nemo_rl.types import TrainingBatch
 
@@ -452,7 +453,7 @@ class FSDP2Trainer:
             (loss * num_ranks + scores.logprobs.sum() * 0).backward()  # also if this rank's loss reads no log-prob
         elif loss.requires_grad:
             loss.backward()
-        return {**metrics, "loss": Metric(loss)}
+        return {**metrics, **sampling_mask_metrics(scores, part, normalizer), "loss": Metric(loss)}
 
 
 def clip_grad_norm(

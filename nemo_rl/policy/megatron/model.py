@@ -30,7 +30,7 @@ from nemo_rl.policy.logprobs import (
     ScoreQuery,
     scatter_scores,
     score_in_chunks,
-    score_logits,
+    score_truncated,
 )
 from nemo_rl.policy.megatron import mapping, parallel
 from nemo_rl.policy.megatron.backend import MegatronConfig
@@ -217,7 +217,7 @@ class Stage(GPTModel):
             return hidden
         needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
-        score_query = ScoreQuery.at(at, token_ids, wanted, candidate_ids)
+        score_query = ScoreQuery.at(at, token_ids, wanted, candidate_ids, columns)
         if pack is not None:
             at = pack.packed_positions(needed)
         flat = hidden.transpose(0, 1).flatten(0, 1)
@@ -247,9 +247,9 @@ class Stage(GPTModel):
         if self.temperature != 1.0:
             logits = logits / self.temperature
         if dist.get_world_size(parallel.tensor_group()) == 1:
-            return score_logits(self.truncation(logits, score_query.targets), score_query)
+            return score_truncated(logits, score_query, self.truncation)
         first = parallel.tensor_rank() * logits.shape[1]
         if first + logits.shape[1] > self.num_tokens:  # the last rank has padding
             logits = logits[:, : self.num_tokens - first]
         shard = VocabularyShard(parallel.tensor_group(), first)
-        return score_logits(self.truncation(logits, score_query.targets, shard), score_query, shard)
+        return score_truncated(logits, score_query, self.truncation, shard)

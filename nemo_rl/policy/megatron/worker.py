@@ -44,6 +44,7 @@ from nemo_rl.policy.megatron.weights import StageWeights
 from nemo_rl.policy.micro_batches import MicroBatching, columns_of, count_valid, micro_batches, training_micro_batching
 from nemo_rl.policy.offload import optimizer_tensors
 from nemo_rl.policy.ranks import RankLayout
+from nemo_rl.policy.truncation import sampling_mask_metrics
 from nemo_rl.policy.worker import ConfigT, PolicyWorker, ScoringWorker, TeacherWorker
 from nemo_rl.types import TrainingBatch
 
@@ -422,6 +423,7 @@ def _loss(
     if len(rows) == 0:  # zero gradients, in step with the ranks that have samples left
         return scores.logprobs.sum() * 0, {}
     loss, metrics = loss_fn(scores, batch, normalizer)
+    metrics = {**metrics, **sampling_mask_metrics(scores, batch, normalizer)}
     return loss, {**metrics, "loss": Metric(loss.detach().clone())}  # the schedule frees its inputs
 
 

@@ -1,11 +1,13 @@
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from nemo_rl.generation import hf
 from nemo_rl.generation.hf import HFGeneration, filter_logits, sample_token, to_weight_spans
+from nemo_rl.token_columns import NO_COLUMNS, sampling_mask_columns
 from nemo_rl.types import SamplingParams, WeightSpan
 from tests.contracts.engines import answers, request, save_tiny_model
 
@@ -24,16 +26,25 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
 
 def test_log_prob_is_of_the_tempered_distribution():
     logits = torch.tensor([0.0, 1.0])
-    token, logprob = sample_token(logits, SamplingParams(1, temperature=0.5), torch.Generator().manual_seed(0))
+    token, logprob = sample_token(logits / 0.5, torch.Generator().manual_seed(0))
     assert logprob == pytest.approx(float((logits / 0.5).log_softmax(-1)[token]), abs=1e-6)
 
 
 def test_frequencies_follow_the_probabilities():
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.7, 0.2, 0.1]).log()
-    draws = [sample_token(logits, SamplingParams(1), generator)[0] for _ in range(4000)]
+    draws = [sample_token(logits, generator)[0] for _ in range(4000)]
     counts = torch.bincount(torch.tensor(draws), minlength=3) / 4000
     torch.testing.assert_close(counts, torch.tensor([0.7, 0.2, 0.1]), atol=0.03, rtol=0)
+
+
+def test_sets_are_recorded_with_ties_and_up_to_their_limit():
+    """Top-2 of a tie keeps three; a set of more than 512 tokens is missing."""
+    sampling = SamplingParams(1, top_k=2, return_sampling_mask=True)
+    tied = filter_logits(torch.tensor([1.0, 0.0, 3.0, 1.0]), sampling).isfinite().nonzero()[:, 0].numpy()
+    columns = sampling_mask_columns([tied, np.arange(513), np.arange(1)], num_prompt_tokens=1)
+    assert columns["sampling_mask"].tolist() == [[-1] * 3, [0, 2, 3], [-1] * 3, [0, -1, -1]]
+    assert sampling_mask_columns([], num_prompt_tokens=3) is NO_COLUMNS
 
 
 def test_same_batch_gives_the_same_bits(tmp_path: Path):

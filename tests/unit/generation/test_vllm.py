@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.logprobs import FlatLogprobs
 
 from nemo_rl.distributed.processes import Activity
 from nemo_rl.errors import GenerationError
@@ -23,6 +24,23 @@ def output(*, finish_reason: str, spans: Any = None) -> Any:
     logprobs = SimpleNamespace(logprobs=[-0.5, -1.5])
     sampled = SimpleNamespace(token_ids=[4, 5], logprobs=logprobs, finish_reason=finish_reason, weight_versions=spans)
     return SimpleNamespace(outputs=[sampled])
+
+
+def test_sets_are_the_likeliest_tokens_that_have_a_probability():
+    """Of top-2 with three asked for: the second token's third has one too, so its ties may go on: missing."""
+    inf = float("inf")
+    flat = FlatLogprobs(
+        start_indices=[0, 4],
+        end_indices=[4, 8],
+        token_ids=[7, 9, 7, 1, 3, 8, 3, 5],
+        logprobs=[-1.0, -0.5, -1.0, -inf, -1.1, -1.1, -1.1, -1.1],
+    )
+    sampled = SimpleNamespace(token_ids=[7, 3], logprobs=flat, finish_reason="stop", weight_versions=None)
+    answer = SimpleNamespace(outputs=[sampled], prompt_token_ids=[4])
+    completion = to_completion("a", answer, version=0, num_likeliest=3)
+    assert isinstance(completion, Completion)
+    assert completion.logprobs == (-1.0, -1.1)
+    assert completion.columns["sampling_mask"].tolist() == [[-1, -1], [9, 7], [-1, -1]]
 
 
 def span(version: int, start: int, end: int) -> Any:

@@ -91,3 +91,4 @@ def test_each_score_comes_back_once_in_eight_bytes() -> None:
 def test_object_store_holds_a_batch_and_the_scores_it_was_made_of() -> None:
     assert bytes_of_step(512, 2048) == 2 * 512 * 2048 * 40
     assert bytes_of_step(512, 2048, topk=64) == 1_157_627_904
+    assert bytes_of_step(512, 2048, set_size=20) == 2 * 512 * 2048 * 120

@@ -15,7 +15,7 @@ from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.tree_logprobs import SharedPrefixLogprobs, TreeQueries
 from nemo_rl.policy.truncation import Truncation
 from tests.unit.policy.test_logprobs import LargestTensor
-from tests.unit.policy.tiny import MODELS, SIZES, make_batch, make_sharing_batch
+from tests.unit.policy.tiny import MODELS, SIZES, make_batch, make_sharing_batch, with_sampling_mask
 
 LENGTHS = [9, 5, 12, 3, 12, 9, 7, 12]
 KEYS: dict[str, Any] = {
@@ -36,7 +36,8 @@ def scores_and_gradients(model: PreTrainedModel, *, shares: bool, **options: Any
     if options.pop("own_candidates", False):
         candidates = torch.randint(0, 37, candidates.shape, generator=torch.Generator().manual_seed(3))
     lengths = batch["lengths"].tolist()
-    scores = module(batch["token_ids"], batch["token_mask"] > 0, wanted, candidates, lengths)
+    columns = dict(with_sampling_mask(batch, 37)["columns"].items()) if options.pop("columns", False) else None
+    scores = module(batch["token_ids"], batch["token_mask"] > 0, wanted, candidates, lengths, columns)
     assert scores.candidates is not None
     assert scores.entropy is not None
     assert scores.topk is not None
@@ -44,7 +45,8 @@ def scores_and_gradients(model: PreTrainedModel, *, shares: bool, **options: Any
     of_candidates = (scores.candidates * weight.unsqueeze(-1)).sum()
     ((scores.logprobs * weight).sum() + of_candidates + (scores.entropy * weight).sum()).backward()
     gradients = [p.grad for p in model.parameters()]
-    return scores.logprobs, scores.candidates, scores.entropy, scores.topk.logprobs, gradients
+    differs = scores.sampling_mask_differs
+    return scores.logprobs, scores.candidates, scores.entropy, scores.topk.logprobs, differs, gradients
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,8 @@ def scores_and_gradients(model: PreTrainedModel, *, shares: bool, **options: Any
         ("llama", {"own_candidates": True}),
         ("llama", {"own_candidates": True, "chunk_size": 1}),
         ("llama", {"truncation": Truncation(top_p=0.8, top_k=9)}),
+        ("llama", {"truncation": Truncation(top_p=0.8, top_k=9), "columns": True}),
+        ("llama", {"truncation": Truncation(top_p=0.8), "columns": True, "own_candidates": True, "chunk_size": 1}),
     ],
 )
 def test_scores_and_gradients_are_those_without_sharing(name: str, options: dict[str, Any]) -> None:

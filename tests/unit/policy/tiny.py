@@ -224,15 +224,44 @@ class Exploding(WeightedNLL):
 def plain_logprobs(
     model: PreTrainedModel, batch: TensorDict, temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = None
 ) -> torch.Tensor:
-    """What Hugging Face gives with an attention mask and whole logits, one sample at a time: [B, T]."""
+    """What Hugging Face gives with an attention mask and whole logits, one sample at a time: [B, T].
+
+    A token with a recorded set is scored on it in place of the model's own truncation.
+    """
     result = torch.zeros(batch["token_ids"].shape)
     for row, length in enumerate(batch["lengths"].tolist()):
         ids = batch["token_ids"][row : row + 1, :length]
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
-        logits = without_unlikely(logits[0, :-1] / temperature, ids[0, 1:, None], top_p, top_k)
+        whole = logits[0, :-1] / temperature
+        logits = without_unlikely(whole, ids[0, 1:, None], top_p, top_k)
+        if "columns" in batch:
+            logits = torch.stack(
+                [
+                    own if max(recorded) < 0 else _only(every, [token for token in recorded if token >= 0])
+                    for own, every, recorded in zip(
+                        logits, whole, batch["columns", "sampling_mask"][row, 1:length].tolist(), strict=True
+                    )
+                ]
+            )
         logprobs = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
         result = result.index_put((torch.tensor(row), torch.arange(1, length)), logprobs)
     return result * batch["token_mask"]
+
+
+def _only(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    return torch.full_like(logits, -torch.inf).index_put((torch.tensor(tokens),), logits[tokens])
+
+
+def with_sampling_mask(batch: TensorDict, vocab_size: int) -> TensorDict:
+    """Return the batch with the sets that two of three tokens were drawn from: 1 to 4 tokens, with the token itself."""
+    generator = torch.Generator().manual_seed(5)
+    size = tuple(batch["token_ids"].shape)
+    sets = torch.randint(vocab_size, (*size, 4), generator=generator, dtype=torch.int32)
+    sets = sets.where(torch.arange(4) < torch.randint(1, 5, (*size, 1), generator=generator), -1)
+    sets[..., 0] = batch["token_ids"]
+    sets[torch.rand(size, generator=generator) < 1 / 3] = -1
+    columns = TensorDict({"sampling_mask": sets}, batch_size=batch.batch_size)
+    return batch.clone().update({"columns": columns})
 
 
 def without_unlikely(logits: torch.Tensor, targets: torch.Tensor, top_p: float, top_k: int | None) -> torch.Tensor:

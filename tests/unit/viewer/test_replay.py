@@ -85,6 +85,7 @@ def test_a_number_that_differs_is_reported_with_exit_code_1(tmp_path: Path, caps
     ("override", "key"),
     [
         ("rollout.write_token_ids=false", "rollout.write_token_ids"),
+        ("policy.generation.top_k=5", "rollout.write_token_columns"),
         ("grpo.use_dynamic_sampling=true", "grpo.use_dynamic_sampling"),
         ("grpo.invalid_tool_call_advantage=-1", "grpo.invalid_tool_call_advantage"),
         ("reward_penalties.penalize_empty_final_answer=true", "reward_penalties.penalize_empty_final_answer"),

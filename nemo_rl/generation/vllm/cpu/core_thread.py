@@ -60,7 +60,8 @@ class RunningRequest:
     outputs: asyncio.Queue[Any]  # RequestOutput or an exception, for the event loop
     detokenizer: IncrementalDetokenizer | None  # None without stop strings
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)  # per step, [tokens, 1]
+    logprobs: list[np.ndarray] = field(default_factory=list)  # per step, [tokens, 1 + likeliest tokens asked for]
+    logprob_ids: list[np.ndarray] = field(default_factory=list)  # ids to these, if any likeliest tokens are asked for
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weights, index of their first token
 
     @property
@@ -80,20 +81,26 @@ class RunningRequest:
             self.version_starts.append((version, len(self.token_ids)))
         self.token_ids += new
         if output.new_logprobs is not None:
-            self.logprobs.append(output.new_logprobs.logprobs[: len(new)])
+            width = 1 + (self.params.logprobs or 0)  # other requests of the step may ask for more
+            self.logprobs.append(output.new_logprobs.logprobs[: len(new), :width])
+            if width > 1:
+                self.logprob_ids.append(output.new_logprobs.logprob_token_ids[: len(new), :width])
         return new, stop
 
     def to_output(self, new: Sequence[int], finish_reason: str | None, stop_reason: int | str | None) -> RequestOutput:
         """Return the sampled tokens in vLLM's form; log-probs and versions only with the finished answer."""
         is_finished = finish_reason is not None
         is_delta = self.params.output_kind is RequestOutputKind.DELTA
-        logprobs = np.concatenate(self.logprobs)[:, 0].tolist() if is_finished and self.logprobs else []
+        ids, logprobs = (
+            np.concatenate(parts).ravel().tolist() if is_finished and parts else []
+            for parts in (self.logprob_ids, self.logprobs)
+        )
         sampled = CompletionOutput(
             index=0,
             text="",
             token_ids=list(new) if is_delta else list(self.token_ids),
             cumulative_logprob=None,
-            logprobs=FlatLogprobs(logprobs=logprobs),
+            logprobs=FlatLogprobs(token_ids=ids, logprobs=logprobs),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             weight_versions=self._spans() if is_finished else None,
