@@ -13,8 +13,9 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
+from nemo_rl.column_arrays import stack
 from nemo_rl.errors import RolloutError
-from nemo_rl.token_columns import concatenate_columns, stack
+from nemo_rl.token_columns import concatenate_columns
 from nemo_rl.types import MessageLog, Prompt, StopReason, TrainingBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 KNOWN_KEYS = frozenset(value for name, value in vars(keys).items() if name.isupper())

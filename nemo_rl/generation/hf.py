@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from nemo_rl.column_arrays import id_dtype, missing_value
 from nemo_rl.distributed.expert_routers import RouterOutput, find_routers
 from nemo_rl.distributed.file_names import FilePart, file_parts
 from nemo_rl.distributed.float32 import can_keep_float32_residual, float32_product, keep_float32_residual
@@ -26,8 +27,6 @@ from nemo_rl.token_columns import (
     NO_COLUMNS,
     ROUTED_EXPERTS,
     TokenColumns,
-    id_dtype,
-    missing_value,
     sampling_mask_columns,
 )
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan

@@ -23,7 +23,7 @@ from nemo_rl.errors import PolicyError
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.token_columns import ROUTED_EXPERTS
 
-MAX_UINT8 = 255  # experts whose ids are bytes, as `token_columns.id_dtype` has it
+MAX_UINT8 = 255  # experts whose ids are bytes, as `column_arrays.id_dtype` has it
 
 
 class TokenLayout(Protocol):

@@ -5,14 +5,11 @@ import pickle
 import numpy as np
 import pytest
 
+from nemo_rl.column_arrays import id_dtype, is_missing, missing_value, stack
 from nemo_rl.token_columns import (
     NO_COLUMNS,
     TokenColumns,
     concatenate_columns,
-    id_dtype,
-    is_missing,
-    missing_value,
-    stack,
 )
 from nemo_rl.types import Completion, Message, TokenizedMessage, add_columns
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from nemo_rl.column_arrays import id_dtype, missing_value
 from nemo_rl.errors import GenerationError
-from nemo_rl.token_columns import NO_COLUMNS, ROUTED_EXPERTS, TokenColumns, id_dtype, missing_value
+from nemo_rl.token_columns import NO_COLUMNS, ROUTED_EXPERTS, TokenColumns
 from nemo_rl.types import GenerationRequest
 
 if TYPE_CHECKING:

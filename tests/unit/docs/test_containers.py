@@ -23,7 +23,7 @@ def test_it_installs_as_the_page_does(path: Path) -> None:
     assert (ROOT / "nemo_rl" / "constraints.txt").is_file()
     (extra,) = re.findall(r"'/source\[(\w+)\]' -c /source/nemo_rl/constraints.txt", text)
     assert extra in EXTRAS
-    assert f"pip install 'nemo-rl[{extra}]'" in text_of("install.md")
+    assert f"pip install '.[{extra}]'" in text_of("install.md")
     engines = re.findall(r"nemo-rl constraints --engine (\w+)", text)
     assert engines == (["cpu"] if extra == "cpu" else [])
 

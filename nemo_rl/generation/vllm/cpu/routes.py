@@ -16,8 +16,8 @@ import torch
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from nemo_rl.column_arrays import id_dtype, missing_value
 from nemo_rl.generation.vllm.worker import expert_layers
-from nemo_rl.token_columns import id_dtype, missing_value
 
 
 class RouteTable:
