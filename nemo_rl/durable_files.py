@@ -78,18 +78,20 @@ def try_lock(descriptor: int, path: Path) -> bool:
     return True
 
 
-def is_held(directory: Path) -> bool:
-    """Return whether a process has a directory of `hold_directory` now; False if its lock cannot be tried."""
+def is_held(directory: Path) -> bool | None:
+    """Return whether a process has a directory of `hold_directory` now; None if its lock cannot be tried."""
     try:
         descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        return False
+        return None
     finally:
         os.close(descriptor)
     return False

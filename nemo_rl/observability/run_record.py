@@ -6,16 +6,17 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from nemo_rl.config.shared_sections import LoggerConfig
 from nemo_rl.durable_files import is_held, replace_text
 from nemo_rl.errors import conceal, summarize_error
 
 RECORD_FILE = "run.json"
+MAX_TIME_S = 1e11  # since 1970: beyond the year 5000
 
 RunState: TypeAlias = Literal["running", "ended", "interrupted", "failed", "died"]
 
@@ -61,7 +62,8 @@ def recorded_run(
         tags=tuple(section.tags) or before.tags,
         notes=section.notes or before.notes,
     )
-    starts, own = before.starts, RunStart(time.time(), socket.gethostname(), os.getpid())
+    starts = tuple(map(_as_died, before.starts))  # their processes would hold the lock
+    own = RunStart(time.time(), socket.gethostname(), os.getpid())
     _write(run_dir, replace(record, starts=(*starts, own)))
     state: RunState = "failed"
     cause = ""
@@ -82,26 +84,45 @@ def recorded_run(
 def read_run_record(run_dir: Path) -> RunRecord | None:
     """Return the record of a run; None if it has none that can be read.
 
-    The state of a start that nobody ended is "died" once no process holds the directory.
+    The state of a start that nobody ended is "died" once no process holds the directory; "running" if that cannot be
+    known here: on another host, or where locks do not work.
     """
     try:
         values = json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
         record = _parse(values)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     last = record.last
-    if last is None or last.state != "running" or is_held(run_dir):
+    if last is None or last.host != socket.gethostname() or is_held(run_dir) is not False:
         return record
-    return replace(record, starts=(*record.starts[:-1], replace(last, state="died")))
+    return replace(record, starts=(*record.starts[:-1], _as_died(last)))
+
+
+def _as_died(start: RunStart) -> RunStart:
+    """Return a start whose process is gone: "died" if nobody ended it."""
+    return replace(start, state="died") if start.state == "running" else start
 
 
 def _parse(values: Mapping[str, Any]) -> RunRecord:
-    starts: Sequence[Mapping[str, Any]] = values["starts"]
-    return RunRecord(
-        name=str(values["name"]),
-        tags=tuple(map(str, values["tags"])),
-        notes=str(values["notes"]),
-        starts=tuple(RunStart(**start) for start in starts),
+    """Return the record that JSON values describe; raises TypeError, KeyError or ValueError for others."""
+    tags, starts = values["tags"], values["starts"]
+    record = RunRecord(values["name"], tuple(tags), values["notes"], tuple(RunStart(**start) for start in starts))
+    texts = (record.name, record.notes, *record.tags)
+    if not isinstance(tags, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("name, tags and notes are not texts")
+    if not all(map(_is_valid, record.starts)):
+        raise ValueError("a start has a value of another type, or an impossible time")
+    return record
+
+
+def _is_valid(start: RunStart) -> bool:
+    texts = (start.host, start.cause, start.state)
+    times = (start.started_at, start.started_at if start.ended_at is None else start.ended_at)
+    return (
+        all(isinstance(text, str) for text in texts)
+        and start.state in get_args(RunState)
+        and type(start.pid) is int
+        and all(type(time_s) in (int, float) and 0 <= time_s < MAX_TIME_S for time_s in times)
     )
 
 

@@ -1,8 +1,9 @@
 """A run or collection in a line: name, state with its cause, dates, model, data."""
 
 import functools
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -15,6 +16,8 @@ from nemo_rl.viewer.viewer_sources import ViewerSource, last_written
 
 State: TypeAlias = RunState | Literal["unknown", ""]  # unknown: a run without run.json; "": a collection
 STATES: tuple[State, ...] = ("running", "ended", "interrupted", "failed", "died", "unknown")
+DATA_KEYS = ("name", "dataset_name", "data_path")  # the first that is there names a dataset
+MAX_STEPS = 10**12  # a greater number is none that a run asks for
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where libyaml is there
 
 
@@ -55,7 +58,7 @@ def summarize(source: ViewerSource) -> RunSummary:
         notes="" if record is None else record.notes,
         starts=starts,
         started_at=starts[0].started_at if starts else _made_at(source.path),
-        duration_s=sum(_seconds(start, written) for start in starts) if starts else None,
+        duration_s=_duration_s(starts, written) if starts else None,
         model=_model(config),
         data=_data(config),
         num_steps=_num_steps(config),
@@ -67,16 +70,22 @@ def parse_config(text: str) -> Mapping[str, Any]:
     """Return a configuration; empty if it is none, or cannot be read."""
     try:
         values = yaml.load(text, _LOADER)  # a safe loader
-    except (yaml.YAMLError, RecursionError):
+    except Exception:  # yaml's own errors, and those of Python's types for an impossible date or number  # noqa: BLE001
         return {}
     return values if isinstance(values, dict) else {}
 
 
-def _seconds(start: RunStart, written: float) -> float:
-    """Return how long a start lasted; one that died, until it last wrote."""
-    if start.ended_at is not None:
-        return max(0.0, start.ended_at - start.started_at)
-    return max(0.0, (time.time() if start.state == "running" else written) - start.started_at)
+def _duration_s(starts: Sequence[RunStart], written: float) -> float:
+    """Return how long all starts lasted together; one that died, until it last wrote or the next one began."""
+    next_starts = [*(start.started_at for start in starts[1:]), math.inf]
+    return sum(_seconds(start, written, latest) for start, latest in zip(starts, next_starts, strict=True))
+
+
+def _seconds(start: RunStart, written: float, latest: float) -> float:
+    end = start.ended_at
+    if end is None:
+        end = time.time() if start.state == "running" else written
+    return max(0.0, min(end, latest) - start.started_at)
 
 
 def _made_at(path: Path) -> float | None:
@@ -100,7 +109,7 @@ def _model(config: Mapping[str, Any]) -> str:
 def _data(config: Mapping[str, Any]) -> str:
     train = _get(config, "data", "train") or _get(config, "data")
     named = [
-        str(each.get("name") or each.get("dataset_name") or each.get("data_path") or "")
+        next((text for key in DATA_KEYS if isinstance(text := each.get(key), str) and text), "")
         for each in (train if isinstance(train, list) else [train])
         if isinstance(each, dict)
     ]
@@ -109,4 +118,4 @@ def _data(config: Mapping[str, Any]) -> str:
 
 def _num_steps(config: Mapping[str, Any]) -> int | None:
     found = (_get(section, "max_num_steps") for section in config.values())
-    return next((value for value in found if isinstance(value, int)), None)
+    return next((value for value in found if type(value) is int and 0 <= value < MAX_STEPS), None)

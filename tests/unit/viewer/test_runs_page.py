@@ -1,3 +1,4 @@
+import socket
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_run_without_a_record_runs_while_its_directory_is_held(sources: ViewerSo
 def test_start_that_nobody_ended_changes_the_version_when_its_process_dies(sources: ViewerSources) -> None:
     source = sources.get("exp_002")
     with hold_directory(source.path, key="run"):
-        write_record(source.path, {"state": "running", "ended_at": None})
+        write_record(source.path, {"state": "running", "ended_at": None, "host": socket.gethostname()})
         source.advance()
         assert summarize(source).state == "running"
         version = source.version
@@ -102,7 +103,32 @@ def test_runs_are_sorted(sources: ViewerSources, sort: str, expected: list[str])
     assert ids(sources, sort=sort)[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("config", ["", "- a", "policy: 3", "a: [", "data: {train: {}}", "grpo: {max_num_steps: many}"])
+def test_start_that_died_lasted_until_the_next_one_at_most(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "exp_001", metrics=steps(0.1), config=CONFIG)
+    write_record(
+        run,
+        {"state": "died", "started_at": 1000.0, "ended_at": None},
+        {"state": "ended", "started_at": 5000.0, "ended_at": 5030.0},
+    )
+    assert summarize(ViewerSource.open(run)).duration_s == 4030.0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "",
+        "- a",
+        "policy: 3",
+        "a: [",
+        "data: {train: {}}",
+        "grpo: {max_num_steps: many}",
+        "a: 2026-13-45",
+        "a: !!bool perhaps",
+        "a: 0001-01-01 00:00:00 +23:00",
+        f"grpo: {{max_num_steps: 0x{'f' * 8000}}}",
+        "a: &a [x, x]\nb: &b [*a, *a]\ndata: {train: {name: [*b, *b], dataset_name: {}}}",
+    ],
+)
 def test_any_configuration_has_a_summary(tmp_path: Path, config: str) -> None:
     run = summarize(ViewerSource.open(write_run(tmp_path / "exp_001", config=config)))
     assert (run.model, run.data, run.num_steps) == ("", "", None)
