@@ -2,6 +2,7 @@
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
 from itertools import islice
@@ -15,6 +16,7 @@ MAX_STATE_CHARS = 1000  # per value of the environment's data; a longer one is c
 MAX_STATE_KEYS = 32  # per mapping of it
 MAX_TRACEBACK_CHARS = 8192  # the end of a failure's traceback
 MAX_COLUMN_BYTES = 16 << 20  # columns of one history, before compression; those of later messages are left out
+STATE_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 TIMING_NAMES = tuple(each.name for each in fields(Timings))
 
 
@@ -68,12 +70,32 @@ def _bound_state(state: Mapping[str, Any], depth: int = 1) -> dict[str, Any]:
 
 
 def _bound_value(value: Any) -> Any:
+    """Return a JSON value: a long one and one that JSON lacks (NaN, a cycle, a dict with tuples as keys) as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if value is None or isinstance(value, bool | int | float):
         return value
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    if len(text) > MAX_STATE_CHARS:
-        return text[:MAX_STATE_CHARS] + "…"
-    return value if isinstance(value, str) else json.loads(text)
+    if isinstance(value, str):
+        return _cut(value)
+    try:
+        text = _encode_beginning(value)
+    except (TypeError, ValueError, RecursionError):
+        return _cut(reprlib.repr(value))
+    return json.loads(text) if len(text) <= MAX_STATE_CHARS else _cut(text)
+
+
+def _encode_beginning(value: Any) -> str:
+    """Return the JSON text of a value; its encoding ends once it is longer than MAX_STATE_CHARS."""
+    text = ""
+    for part in STATE_ENCODER.iterencode(value):
+        text += part
+        if len(text) > MAX_STATE_CHARS:
+            break
+    return text
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_STATE_CHARS else text[:MAX_STATE_CHARS] + "…"
 
 
 def _timings_to_dict(timings: Timings) -> dict[str, float]:

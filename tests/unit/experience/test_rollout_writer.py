@@ -13,6 +13,7 @@ import pytest
 
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience import rollout_writer
+from nemo_rl.experience.rollout_rows import encode_json_line, rollout_row
 from nemo_rl.experience.rollout_writer import RolloutWriter
 from nemo_rl.observability.lost_records import LostRecords
 from nemo_rl.types import (
@@ -49,6 +50,33 @@ FAILED = replace(ROLLOUT, stop_reason=StopReason.FAILED, rewards={}, failure=Fai
 
 def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_data_that_json_lacks_is_stored_as_text():
+    cycle: list[object] = []
+    cycle.append(cycle)
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    state = {"odd": [{(1, 2): 3}], "nan": math.nan, "inside": [math.inf], "cycle": cycle, "deep": deep}
+    row = rollout_row(replace(ROLLOUT, prompt=replace(ROLLOUT.prompt, env_state=state)))
+    stored = json.loads(encode_json_line(row, allow_nan=False))["env_state"]
+    assert (stored["odd"], stored["nan"], stored["inside"]) == ("[{(1, 2): 3}]", "nan", "[inf]")
+    assert stored["cycle"].startswith("[[")
+    assert stored["deep"].startswith("[[[")
+
+
+def test_only_the_beginning_of_long_data_is_encoded():
+    encoded = []
+
+    class Piece:
+        def __str__(self) -> str:
+            encoded.append(self)
+            return "piece"
+
+    row = rollout_row(replace(ROLLOUT, prompt=replace(ROLLOUT.prompt, env_state={"long": [Piece()] * 100_000})))
+    assert row["env_state"]["long"] == ('["piece"' + ', "piece"' * 200)[:1000] + "…"
+    assert len(encoded) < 200
 
 
 def test_data_of_the_environment_is_stored_and_bounded(tmp_path):
