@@ -137,14 +137,22 @@ def read_messages(row: Row, row_format: RowFormat) -> Prompt:
 def read_prompt_column(row: Row, row_format: RowFormat, column: str) -> Prompt:
     """Return the prompt of a row with a question in `column`, a text or a list of messages; TRL's and verl's form.
 
-    The other fields go to the environment. `answer` is the field `output_key`, or verl's reward_model.ground_truth.
+    The other fields go to the environment. `answer` is the field `output_key`, else a field of that name, else verl's
+    reward_model.ground_truth.
     """
     content, others = row[column], {name: value for name, value in row.items() if name != column}
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     verl = row.get("reward_model")
-    found = others.get(row_format.output_key, verl.get("ground_truth") if isinstance(verl, Mapping) else None)
-    answer = {} if found is None else {"answer": str(found)}
-    return read_messages({**answer, **others, "messages": messages}, row_format)
+    truth = verl.get("ground_truth") if isinstance(verl, Mapping) else None
+    answers = (others.get(row_format.output_key), others.get("answer"), truth)
+    answer = next(({"answer": _to_text(each)} for each in answers if each is not None), {})
+    return read_messages({**others, **answer, "messages": messages}, row_format)
+
+
+def _to_text(answer: object) -> object:
+    """Return a number as text; anything else is unchanged, for `check_answer` to judge."""
+    is_number = isinstance(answer, int) or (isinstance(answer, float) and math.isfinite(answer))
+    return str(answer) if is_number else answer
 
 
 def read_reasoning_gym_entry(row: Row, row_format: RowFormat) -> Prompt:

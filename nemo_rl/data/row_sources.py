@@ -65,8 +65,7 @@ def adapt_dataset(key: str, path: str, target: Any) -> DatasetEntry:
 
 def check_data_file(key: str, section: DatasetConfig, config: Any) -> None:
     """Raise ConfigError unless `data_path` names an existing file whose ending is one of JSON Lines, or of no table."""
-    path = require_data_path(section, f"{key}.data_path")
-    check_file(f"{key}.data_path", path)
+    path = _check_path(key, section)
     if Path(path).suffix.lower() in TABLE_FORMATS.keys() - {".json"}:
         raise ConfigError(
             f"{key}.dataset_name", section.dataset_name, f"{path} is no file of JSON Lines; allowed: file"
@@ -75,9 +74,16 @@ def check_data_file(key: str, section: DatasetConfig, config: Any) -> None:
 
 def check_table_file(key: str, section: DatasetConfig, config: Any) -> None:
     """Raise ConfigError unless `data_path` names an existing file of a known format."""
+    _table_format(_check_path(key, section), f"{key}.data_path")
+
+
+def _check_path(key: str, section: DatasetConfig) -> str:
+    """Return `data_path`; raises ConfigError unless it names an existing file, of which all rows are wanted."""
     path = require_data_path(section, f"{key}.data_path")
     check_file(f"{key}.data_path", path)
-    _table_format(path, f"{key}.data_path")
+    if section.split not in (None, "train"):
+        raise ConfigError(f"{key}.split", section.split, f"{path} is a file without splits; allowed: null, train")
+    return path
 
 
 def require_data_path(section: DatasetConfig, key: str = "data_path") -> str:

@@ -303,11 +303,12 @@ def _models(values: Mapping[str, Any]) -> Iterator[tuple[str, ModelFacts]]:
 
 
 def _data_problems(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    default = (data.get("default") or {}).get("dataset_name")
     for name in ("train", "validation", "input"):
         sections = data.get(name) or []
         for section in sections if isinstance(sections, list) else [sections]:
             path = section.get("data_path")
-            kind = section.get("dataset_name") or infer_dataset_name(path)
+            kind = section.get("dataset_name") or default or infer_dataset_name(path)
             if kind == "jsonl" and path and (problem := probe_rows(Path(path))):
                 yield path, problem
 

@@ -1,6 +1,7 @@
 """Rows of files."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,18 @@ def test_wrong_reader_of_a_file_is_refused(name: str, path: str, said: str, tmp_
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["jsonl", "file"])
+def test_split_of_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.touch()
+    check = find_dataset(name, key="").check
+    assert check is not None
+    for split in (None, "train"):
+        check("data.train", DatasetConfig(dataset_name=name, data_path=str(path), split=split), None)
+    with pytest.raises(ConfigError, match=r"data\.train\.split = 'test': .*without splits; allowed: null, train"):
+        check("data.train", DatasetConfig(dataset_name=name, data_path=str(path), split="test"), None)
+
+
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
 
 
@@ -99,11 +112,15 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
         ({"prompt": MESSAGES, "solution": 2}, {"output_key": "solution"}, "2", {"solution": 2}),
         ({"chat": MESSAGES, "output": "2"}, {"input_key": "chat"}, "2", {}),
         ({"prompt": MESSAGES, "reward_model": {"ground_truth": "2", "style": "rule"}}, {}, "2", {}),
+        ({"prompt": MESSAGES, "solution": 2, "answer": "x"}, {"output_key": "solution"}, "2", {"solution": 2}),
+        ({"prompt": MESSAGES, "answer": "2", "reward_model": {"ground_truth": "x"}}, {}, "2", {}),
+        ({"prompt": MESSAGES, "solution": ["4"]}, {"output_key": "solution"}, ["4"], {}),  # refused when a run starts
+        ({"prompt": MESSAGES, "solution": math.inf}, {"output_key": "solution"}, math.inf, {}),  # and this
         ({"prompt": "1 + 1?", "topic": "sums"}, {}, None, {"topic": "sums"}),  # a reward that needs no answer
     ],
 )
 def test_messages_in_a_prompt_column_are_read_with_the_other_columns_as_state(
-    row: dict[str, Any], section: dict[str, str], answer: str | None, state: dict[str, Any]
+    row: dict[str, Any], section: dict[str, str], answer: Any, state: dict[str, Any]
 ) -> None:
     own = DatasetConfig(dataset_name="jsonl", env_name="math", **section)
     prompt = make_prompt_maker(own, key="data.train")(row)

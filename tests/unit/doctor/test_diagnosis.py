@@ -15,6 +15,7 @@ from nemo_rl.doctor.facts import GIB, Disk, Facts, Gpu, probe_disk
 from nemo_rl.doctor.recipe_facts import (
     ModelFacts,
     RecipeFacts,
+    _data_problems,
     probe_gym_python,
     probe_model,
     probe_recipe,
@@ -243,6 +244,14 @@ def test_missing_data_and_interpreters_are_named(tmp_path: Path) -> None:
 
 def test_a_disk_is_that_of_the_nearest_directory_above(tmp_path: Path) -> None:
     assert probe_disk(tmp_path / "not" / "there", 1).path == str(tmp_path)
+
+
+def test_rows_of_the_kind_that_data_default_names_are_looked_at(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.txt"  # its ending names no kind
+    rows.write_text("{")
+    (problem,) = _data_problems({"train": {"data_path": str(rows)}, "default": {"dataset_name": "jsonl"}})
+    assert problem[0] == str(rows)
+    assert list(_data_problems({"train": {"data_path": str(rows)}, "default": None})) == []
 
 
 def test_a_recipe_gives_its_files_or_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
