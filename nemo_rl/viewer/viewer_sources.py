@@ -30,7 +30,7 @@ class ViewerSource:
         self.id, self.path, self.kind = source_id, path, kind
         self.version = 0  # grows with every change
         self.metrics = MetricsFile(path / "metrics.jsonl")
-        self._config = ""
+        self._config, self._config_stamp = "", (Path(), 0)
         self.record: RunRecord | None = None  # of a run that has one
         self._record_stamp = 0
         self._remembered: dict[str, tuple[int, Any]] = {}
@@ -99,12 +99,13 @@ class ViewerSource:
 
     @property
     def config_text(self) -> str:
-        """Return the configuration as the run wrote it; empty if it is missing."""
-        if not self._config:
-            for path in (self.path / "config.yaml", *sorted(self.path.glob("*_identity.json"))[:1]):
-                if path.is_file():
-                    self._config = path.read_text(encoding="utf-8", errors="replace")
-                    break
+        """Return the configuration as the run's last start wrote it; empty if it is missing."""
+        own = self.path / "config.yaml"
+        path = own if own.is_file() else min(self.path.glob("*_identity.json"), default=own)
+        with contextlib.suppress(OSError):
+            stamp = (path, path.stat().st_mtime_ns)
+            if stamp != self._config_stamp:
+                self._config, self._config_stamp = path.read_text(encoding="utf-8", errors="replace"), stamp
         return self._config
 
     @property

@@ -1,6 +1,7 @@
 import json
 import math
 import random
+import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -198,13 +199,14 @@ def test_run_that_ended_by_an_error_is_an_alarm_with_its_cause(
     state: str, cause: str, finding: str | None, tmp_path: Path
 ) -> None:
     source = make_run(tmp_path / "run", nothing, healthy_answer, [])
-    start = {"started_at": 1.0, "host": "node7", "pid": 41, "state": state, "cause": cause, "ended_at": 2.0}
+    host = socket.gethostname()
+    start = {"started_at": 1.0, "host": host, "pid": 41, "state": state, "cause": cause, "ended_at": 2.0}
     record = {"name": "run", "tags": [], "notes": "", "starts": [start]}
     (tmp_path / "run" / "run.json").write_text(json.dumps(record))
     found = check(source)
     assert [each.name for each in found] == ([finding] if finding else [])
     assert all(each.severity == "alarm" and f"after step {NUM_STEPS}" in each.evidence for each in found)
-    assert all(cause in each.evidence and (cause or "process 41 on node7") in each.evidence for each in found)
+    assert all(cause in each.evidence and (cause or f"process 41 on {host}") in each.evidence for each in found)
 
 
 def test_healthy_run_has_no_finding(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import os
 import socket
 from pathlib import Path
 
@@ -101,6 +102,17 @@ def test_runs_are_filtered_by_text_and_state(
 )
 def test_runs_are_sorted(sources: ViewerSources, sort: str, expected: list[str]) -> None:
     assert ids(sources, sort=sort)[: len(expected)] == expected
+
+
+def test_configuration_is_that_of_the_last_start(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "exp_001", metrics=steps(0.1), config=CONFIG)
+    source = ViewerSource.open(run)
+    assert summarize(source).num_steps == 50
+    (run / "config.yaml").write_text(CONFIG.replace("50", "80"))
+    os.utime(run / "config.yaml", ns=(0, 10**18))
+    assert summarize(source).num_steps == 80
+    (run / "config.yaml").unlink()
+    assert summarize(source).num_steps == 80  # what was read before is shown
 
 
 def test_start_that_died_lasted_until_the_next_one_at_most(tmp_path: Path) -> None:
