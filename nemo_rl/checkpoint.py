@@ -94,6 +94,7 @@ class CheckpointStore:
             raise ConfigError("checkpointing.metric_name", config.metric_name, 'must begin with "val:" or "train:"')
         self.directory = directory
         self._config = config
+        self._resume_point: Checkpoint | None = None  # once verified, until another checkpoint is begun
         must_save_by = config.checkpoint_must_save_by
         self._deadline = SaveDeadline(parse_duration_s(must_save_by), clock) if must_save_by else None
 
@@ -109,6 +110,7 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """Create an empty directory for the checkpoint of `step`; leftovers of interrupted saves are removed."""
+        self._resume_point = None
         with _raise_checkpoint_error(f"the checkpoint of step {step} cannot be begun in {self.directory}"):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._recover_interrupted()
@@ -157,8 +159,10 @@ class CheckpointStore:
         """Return the newest checkpoint whose files are all as they were written; None if nothing was saved.
 
         A damaged one is logged by the name of its file, and the one before is taken. Raises CheckpointError if all
-        are damaged: the run would silently start afresh.
+        are damaged: the run would silently start afresh. Files are read once, until a checkpoint is begun.
         """
+        if self._resume_point is not None:
+            return self._resume_point
         if not self.directory.is_dir():
             return None
         with _raise_checkpoint_error(f"the checkpoints in {self.directory} cannot be read"):
@@ -167,7 +171,8 @@ class CheckpointStore:
             problems: list[str] = []
             for step in sorted(by_step, reverse=True):
                 try:
-                    return verify_checkpoint(by_step[step])
+                    self._resume_point = verify_checkpoint(by_step[step])
+                    return self._resume_point
                 except CheckpointError as error:
                     problems.append(str(error))
                     logger.error("damaged checkpoint: %s", error)

@@ -32,7 +32,7 @@ class RunDirectory:
     """The directory of a run."""
 
     path: Path
-    resumed_step: int | None = None  # the checkpoint's, if the run goes on in its own directory
+    is_resumed: bool = False  # the run goes on in its own directory
 
 
 def choose_run_directory(section: LoggerConfig, checkpointing: CheckpointingConfig | None) -> RunDirectory:
@@ -46,7 +46,7 @@ def choose_run_directory(section: LoggerConfig, checkpointing: CheckpointingConf
         run_dir = None if latest is None else _run_of(directory)
         if latest is not None and run_dir is not None:
             if run_dir.parent.samefile(_made(section.log_dir)):
-                return RunDirectory(Path(section.log_dir) / run_dir.name, latest.step)
+                return RunDirectory(Path(section.log_dir) / run_dir.name, is_resumed=True)
             logger.info("the steps up to %d are in %s; the next are in a new directory", latest.step, run_dir)
     return RunDirectory(make_run_directory(section.log_dir))
 

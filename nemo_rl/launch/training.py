@@ -86,10 +86,8 @@ def open_records(
     """
     section = config.checkpointing
     chosen = choose_run_directory(config.logger, section if isinstance(section, CheckpointingConfig) else None)
-    run_dir, is_new = chosen.path, chosen.resumed_step is None
-    stack.enter_context(hold_directory(run_dir, key="logger.log_dir" if is_new else "checkpointing.checkpoint_dir"))
-    if chosen.resumed_step is not None:
-        discard_records_after(run_dir, chosen.resumed_step)
+    run_dir, key = chosen.path, "checkpointing.checkpoint_dir" if chosen.is_resumed else "logger.log_dir"
+    stack.enter_context(hold_directory(run_dir, key=key))
     is_interrupted = (lambda: False) if interrupt is None else (lambda: interrupt.requested)
     stack.enter_context(recorded_run(run_dir, config.logger, is_interrupted=is_interrupted))
     write_private(run_dir / CONFIG_FILE, resolved_yaml(config))
@@ -105,8 +103,9 @@ def open_checkpoints(
 ) -> CheckpointStore | None:
     """Return the checkpoint store, of this run alone until `stack` closes; None if nothing is saved.
 
-    Without a validation set no metric of validations ranks the checkpoints: the newest are kept. Call it before models
-    are loaded: it raises ConfigError if another run uses the directory.
+    Records of steps after the one that the run resumes from are set aside. Without a validation set no metric of
+    validations ranks the checkpoints: the newest are kept. Call it before models are loaded and anything is logged: it
+    raises ConfigError if another run uses the directory, CheckpointError if all its checkpoints are damaged.
     """
     section = config.checkpointing
     if not section.enabled:
@@ -120,7 +119,10 @@ def open_checkpoints(
     stack.enter_context(hold_directory(directory, key="checkpointing.checkpoint_dir"))
     name_run(directory, run_dir)
     heartbeat.record(checkpoint_dir=str(directory.absolute()))
-    return CheckpointStore(section, directory)
+    store = CheckpointStore(section, directory)
+    if (resumed := store.resume_point()) is not None:
+        discard_records_after(run_dir, resumed.step)
+    return store
 
 
 @contextmanager
@@ -244,10 +246,10 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
         parts = await open_rollout_parts(config, run.policy.encoder, stack, layout=run.layout)
         lost, interrupt = LostRecords(), Interrupt()
         run_dir, metrics_logger = open_records(config, stack, lost, interrupt)
-        overlong = {f"data/validation/{name}/num_overlong": float(n) for name, n in run.overlong_measured.items()}
-        if any(overlong.values()):
-            metrics_logger.log_metrics(overlong, 0)
         checkpoints = open_checkpoints(config, run_dir, stack)
+        overlong = {f"data/validation/{name}/num_overlong": float(n) for name, n in run.overlong_measured.items()}
+        if any(overlong.values()) and (checkpoints is None or checkpoints.resume_point() is None):
+            metrics_logger.log_metrics(overlong, 0)
         workers = await open_workers(run, log_dir=run_dir / "logs", stack=stack)
         await stack.enter_async_context(follow_requests(workers.generation, run_dir))
         progress = make_progress(config.logger, console, rollouts_per_step=config.algorithm.num_samples_per_step)

@@ -3,14 +3,22 @@
 import json
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from nemo_rl import durable_files
 from nemo_rl.checkpoint import CheckpointStore, TrainingInfo
+from nemo_rl.config.loading import load_config
 from nemo_rl.config.shared_sections import CheckpointingConfig, LoggerConfig
+from nemo_rl.durable_files import hold_directory
+from nemo_rl.errors import ConfigError
 from nemo_rl.launch import run_directory
 from nemo_rl.launch.run_directory import choose_run_directory, discard_records_after, name_run
+from nemo_rl.launch.training import open_checkpoints, open_records
+from nemo_rl.observability.lost_records import LostRecords
+from tests.unit.config.conftest import SMALLEST
 
 
 def write_steps(path: Path, steps: list[int], *, end: str = "\n") -> None:
@@ -48,7 +56,7 @@ def checkpointing(runs: Path) -> CheckpointingConfig:
 
 def test_run_that_resumes_goes_on_in_its_own_directory(runs: Path) -> None:
     chosen = choose_run_directory(LoggerConfig(log_dir=str(runs)), checkpointing(runs))
-    assert (chosen.path, chosen.resumed_step) == (runs / "exp_001", 2)
+    assert (chosen.path, chosen.is_resumed) == (runs / "exp_001", True)
 
 
 @pytest.mark.parametrize("change", ["another log_dir", "no checkpoint", "the run is gone", "not enabled", "moved"])
@@ -66,10 +74,10 @@ def test_directory_is_new_unless_its_run_is_there(change: str, runs: Path) -> No
         os.rename(runs.parent, runs.parent.with_name("moved"))
         log_dir = runs.parent.with_name("moved") / "runs"
         section = section.model_copy(update={"checkpoint_dir": str(log_dir.parent / "saved")})
-        assert choose_run_directory(LoggerConfig(log_dir=str(log_dir)), section).resumed_step == 2
+        assert choose_run_directory(LoggerConfig(log_dir=str(log_dir)), section).is_resumed
         return
     chosen = choose_run_directory(LoggerConfig(log_dir=str(log_dir)), section)
-    assert chosen.resumed_step is None
+    assert not chosen.is_resumed
     assert chosen.path.name == ("exp_001" if change == "another log_dir" else "exp_002")
 
 
@@ -89,6 +97,28 @@ def test_records_after_the_checkpoint_are_moved_aside(
         assert steps_of(tmp_path / "discarded" / "train.jsonl") == [4, 5, 6]
         assert steps_of(tmp_path / "rollouts" / "validation.jsonl") == [1, 3]
         assert not (tmp_path / "discarded" / "validation.jsonl").exists()
+
+
+def test_records_are_kept_up_to_the_checkpoint_that_is_resumed_from(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_files, "LOCK_WAIT_S", 0.0)
+    saved = runs.parent / "saved"
+    save(saved, 4)
+    (saved / "step_4" / "policy" / "weights" / "config.json").write_text("damaged")
+    recipe = runs.parent / "recipe.yaml"
+    recipe.write_text(SMALLEST)
+    overrides = [f"logger.log_dir={runs}", f"checkpointing.checkpoint_dir={saved}", "checkpointing.enabled=true"]
+    config = load_config(recipe, overrides)
+    with ExitStack() as stack:
+        run_dir, _ = open_records(config, stack, LostRecords())
+        with hold_directory(saved, key="key"), pytest.raises(ConfigError, match="in use"):
+            open_checkpoints(config, run_dir, stack)
+        assert steps_of(run_dir / "metrics.jsonl") == [0, 1, 2, 2, 3, 4]
+        assert open_checkpoints(config, run_dir, stack) is not None
+    assert run_dir == runs / "exp_001"
+    assert steps_of(run_dir / "metrics.jsonl") == [0, 1, 2, 2]
+    assert steps_of(run_dir / "discarded" / "metrics.jsonl") == [3, 4]
 
 
 def test_link_leads_to_the_weights_of_the_best_checkpoint(tmp_path: Path) -> None:
