@@ -18,7 +18,7 @@ from nemo_rl.experience.replay_buffer import BufferedGroup, DroppedGroup, Replay
 from nemo_rl.experience.replay_buffer_state import REPLAY_BUFFER, extract_buffer_state
 from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
 from nemo_rl.experience.rollout_dispatch import (
-    flatten_groups,
+    flatten_with_failed_baselines,
     group_trajectories,
     make_rollout_jobs,
     run_training_rollouts,
@@ -150,15 +150,16 @@ class AsyncSource:
                 self._buffer.remove(one.prompt_index for one in chosen)
                 chosen = await self._dependencies.supervision.watchdog.guard(self._wait_for_groups(weight_version))
         except RolloutError:  # the run ends: what there is is written down
-            await self._write(weight_version, flatten_groups(one.group for one in self._buffer.complete))
+            await self._write(weight_version, flatten_with_failed_baselines(one.group for one in self._buffer.complete))
             raise
         finally:
             self._is_trainer_waiting = False
         if not chosen:
             raise StopAsyncIteration
-        trajectories = flatten_groups(one.group for one in chosen)
+        trajectories = flatten_with_failed_baselines(one.group for one in chosen)
         await self._write(weight_version, trajectories)
-        budget = FailureBudget(num_rollouts=len(trajectories), max_failed_share=self._failures.max_failed_share)
+        num_rollouts = sum(len(one.group.trajectories) + (one.group.baseline is not None) for one in chosen)
+        budget = FailureBudget(num_rollouts=num_rollouts, max_failed_share=self._failures.max_failed_share)
         for trajectory in trajectories:
             if trajectory.failure is None or trajectory.failure.failure_class is not FailureClass.CANCELLED:
                 budget.record(trajectory)

@@ -88,7 +88,8 @@ class ConsecutiveFailureLimit:
             self._num_consecutive, self._first_failure = 0, None
             return
         self._num_consecutive += 1
-        self._first_failure = self._first_failure or group.trajectories[0].failure
+        failures = (t.failure for t in (*group.trajectories, group.baseline) if t is not None and t.failure is not None)
+        self._first_failure = self._first_failure or next(failures, None)
         if self._num_consecutive > self._max_consecutive and self._first_failure is not None:
             raise RolloutError(
                 f"all rollouts of {self._num_consecutive} groups in a row failed, more than "

@@ -45,6 +45,16 @@ def flatten_groups(groups: Iterable[TrajectoryGroup]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
+def flatten_with_failed_baselines(groups: Iterable[TrajectoryGroup]) -> list[Trajectory]:
+    """Return the rollouts of groups, and the greedy ones that failed: these are counted and written, too."""
+    return [
+        trajectory
+        for group in groups
+        for trajectory in (*group.trajectories, group.baseline)
+        if trajectory is not None and (trajectory is not group.baseline or trajectory.failure is not None)
+    ]
+
+
 async def run_training_rollouts(
     jobs: Sequence[RolloutJob], dependencies: RolloutDependencies, options: RolloutOptions
 ) -> tuple[Trajectory, ...]:

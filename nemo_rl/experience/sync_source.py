@@ -15,6 +15,7 @@ from nemo_rl.experience.replay_buffer_state import extract_buffer_state
 from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
 from nemo_rl.experience.rollout_dispatch import (
     flatten_groups,
+    flatten_with_failed_baselines,
     group_trajectories,
     make_rollout_jobs,
     run_training_rollouts,
@@ -44,7 +45,7 @@ class SyncSource:
     With `rollout.oversample` above 1 more prompts are begun, and a step is the first complete groups of
     `min_group_size` survivors; the prompts of the others are put back. With a `writer`, all rollouts of complete groups
     are written down, whatever becomes of them. With `greedy_baseline` each group has a greedy rollout in addition,
-    which is neither in metrics nor written down.
+    which is neither in metrics nor written down unless it fails.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class SyncSource:
         jobs = [job for at, one in enumerate(loaded) for job in self._jobs(one, is_deferred=at < num_deferred)]
         async with self._written_if_given_up(len(jobs), weight_version) as options:
             groups = self._group(await run_training_rollouts(jobs, self._dependencies, options))
-        trajectories = flatten_groups(groups)
+        trajectories = flatten_with_failed_baselines(groups)
         if self._writer is not None:
             await self._writer.write(weight_version + 1, trajectories)  # the step that trains on them
         return CollectedGroups(groups, self._metrics(trajectories, weight_version))
@@ -126,7 +127,7 @@ class SyncSource:
                 min_group_size=self._min_group_size,
             )
         self._loader.put_back(one.prompt_index for one in first.deferred)
-        trajectories = flatten_groups((*first.taken, *first.failed))
+        trajectories = flatten_with_failed_baselines((*first.taken, *first.failed))
         if self._writer is not None:
             await self._writer.write(weight_version + 1, trajectories)  # the step that trains on those taken
         metrics = self._metrics(trajectories, weight_version)

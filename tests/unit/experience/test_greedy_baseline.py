@@ -1,7 +1,10 @@
 """Groups with a greedy rollout, whose reward is the baseline of the others (ReMax)."""
 
 import asyncio
+import json
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +20,13 @@ from nemo_rl.data.prompt_loader import PromptLoader
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.assembly import assemble_batch
 from nemo_rl.experience.async_source import AsyncSource
+from nemo_rl.experience.failure_limits import ConsecutiveFailureLimit
 from nemo_rl.experience.replay_buffer import ReplayBufferState
 from nemo_rl.experience.replay_buffer_state import buffer_state_from_dict, buffer_state_to_dict
+from nemo_rl.experience.rollout_writer import RolloutWriter
 from nemo_rl.experience.sync_source import SyncSource
-from nemo_rl.types import CollectedGroups, Failure, FailureClass, StopReason, Trajectory, TrajectoryGroup
-from tests.fakes.environments import FakeEnvironment
+from nemo_rl.types import CollectedGroups, EnvStep, Failure, FailureClass, StopReason, Trajectory, TrajectoryGroup
+from tests.fakes.environments import FakeEnvironment, reward_by_length
 from tests.fakes.generation import FakeGeneration
 from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.async_setup import LIMITS, engine, names, step
@@ -31,15 +36,17 @@ FAILURE = Failure(FailureClass.ENVIRONMENT, "no verdict")
 BACKGROUND: dict[str, Any] = {"max_age_steps": 1, "stale_groups": "wait", "max_generation_failures": 10}
 
 
-def source(kind: type, generation: FakeGeneration, **options: Any) -> Any:
+def source(kind: type, generation: FakeGeneration, environment: FakeEnvironment | None = None, **options: Any) -> Any:
     sampling = replace(SAMPLING, top_p=0.9, top_k=4)
     return kind(
         PromptLoader([prompt(i) for i in range(8)], shuffle=False, seed=0, max_epochs=1),
-        dependencies(generation, {"game": FakeEnvironment()}, limits=LIMITS),
+        dependencies(generation, {"game": environment or FakeEnvironment()}, limits=LIMITS),
         replace(OPTIONS, sampling=sampling),
         num_prompts_per_step=2,
         num_generations_per_prompt=2,
-        failures=RolloutConfig(**{key: options.pop(key) for key in ("oversample",) if key in options}),
+        failures=RolloutConfig(
+            **{key: options.pop(key) for key in ("oversample", "max_failed_share") if key in options}
+        ),
         **{"greedy_baseline": True, **(BACKGROUND if kind is AsyncSource else {}), **options},
     )
 
@@ -139,6 +146,35 @@ def test_a_group_whose_greedy_rollout_failed_is_not_trained_and_the_cause_is_tol
     assert transform_rewards(groups, GRPOConfig.model_validate({"max_num_steps": 1}), None) == {}
     with pytest.raises(RolloutError, match="no verdict"):
         assemble_batch(groups, min_group_size=1)
+
+
+@pytest.mark.parametrize("kind", [SyncSource, AsyncSource])
+def test_greedy_rollouts_that_fail_are_counted_and_written(kind: type, tmp_path: Path) -> None:
+    async def main() -> None:
+        generation = engine(lambda place, index: 2.0 if index == 2 else 1.0)
+        calls: Counter[int] = Counter()
+
+        def fail_last(conversation: Any, state: Any) -> EnvStep | Failure:
+            calls[state["number"]] += 1
+            return FAILURE if (state["number"], calls[0]) == (0, 3) else reward_by_length(conversation, state)
+
+        with RolloutWriter(tmp_path / "train.jsonl") as writer:
+            one = source(kind, generation, FakeEnvironment(fail_last), writer=writer, max_failed_share=0.9)
+            collected = await step(one, generation, 0)
+            await one.close()
+        rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+        assert [(row["prompt_id"], row["generation_index"]) for row in rows if row["failure"]] == [("p0", 2)]
+        assert len(rows) == collected.metrics["num_rollouts"] == 5
+
+    run_in_virtual_time(main())
+
+
+def test_groups_in_a_row_whose_greedy_rollouts_failed_end_the_run() -> None:
+    limit = ConsecutiveFailureLimit(1)
+    (group,) = groups_of([1.0, 0.0], baseline=FAILED)
+    limit.record(group)
+    with pytest.raises(RolloutError, match=r"2 groups in a row failed.*no verdict"):
+        limit.record(group)
 
 
 @pytest.mark.parametrize(("rewards", "differ"), [([1.0], True), ([0.5], False), ([0.5, 0.5], False)])
