@@ -194,5 +194,6 @@ if __name__ == "__main__":
     long_config.max_position_embeddings = 4096
     print("| work | way | samples | tokens | computed | tokens / computed [bar] | ms | padded / this [bar] | loss |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    assert isinstance(quickstart, LlamaForCausalLM)
     rows("quickstart", quickstart_samples(), quickstart, 64 * 256, 256, arguments.rounds)
     rows("agents", agent_samples(len(tokenizer)), LlamaForCausalLM(long_config), 2**14, 8, min(arguments.rounds, 3))

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-ROUTED_EXPERTS = (
-    "routed_experts"  # [T, layers, k] of `column_arrays.id_dtype`: experts that computed the token
-)
+ROUTED_EXPERTS = "routed_experts"  # [T, layers, k] of `column_arrays.id_dtype`: experts that computed the token
 SAMPLING_MASK = "sampling_mask"  # [T, width] int32: ids of the tokens that it was drawn from, padded with -1
 MAX_SET_SIZE = 512  # recorded tokens per set: 2 KiB; larger sets are missing
 

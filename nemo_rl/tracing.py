@@ -206,7 +206,7 @@ class Tracer:
     def __init__(self, sinks: Sequence[TraceSink], clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock_ns = clock_ns
         self.num_dropped = 0  # records that came faster than they could be written
-        self.errors: list[Exception] = []  # of sinks
+        self.errors: list[tuple[TraceSink, Exception]] = []
         self._sinks = list(sinks)
         self._tracks: dict[str, _Track] = {}
         self._lock = threading.Lock()
@@ -290,6 +290,6 @@ class Tracer:
         try:
             call()
         except Exception as error:  # a full disk or a lost network is no reason to lose the training  # noqa: BLE001
-            self.errors.append(error)
+            self.errors.append((sink, error))
             if sink in self._sinks:
                 self._sinks.remove(sink)

@@ -8,7 +8,7 @@ import logging
 from nemo_rl.algorithms.stages import StepBatch
 from nemo_rl.algorithms.training_progress import TrainingProgress, save_if_due
 from nemo_rl.algorithms.training_run import TrainingRun
-from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.policy import RolloutPolicyConfig
 from nemo_rl.experience.rollout_details import RolloutDetails
 from nemo_rl.observability.loggers import StepTimer
 
@@ -65,7 +65,7 @@ class TruncationObserver(StepObserver):
         )  # fmt: skip
 
 
-def describe_limits(policy: PolicyConfig) -> str:
+def describe_limits(policy: RolloutPolicyConfig) -> str:
     """Return the limits of a response, with their keys."""
     total = f"policy.max_total_sequence_length = {policy.max_total_sequence_length}"
     new = policy.generation.max_new_tokens

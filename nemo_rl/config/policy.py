@@ -70,7 +70,7 @@ class RouterReplayConfig(Section):
     """Training of a mixture of experts on recorded routes: each token goes to the experts that it went to before, with
     the live weights of the router."""
 
-    enabled: bool = False
+    enabled: bool = False  # record routes and replay them
     # R3: to the engine's experts. R2: to those of the policy's own log-prob pass, for engines that record none.
     # observe: the engine's are only compared with, and tokens are routed live.
     mode: Literal["R3", "R2", "observe"] = "R3"

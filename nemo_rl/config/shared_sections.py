@@ -123,7 +123,7 @@ class WandbLoggerConfig(WandbConfig, MetricsLoggerConfig):
 class TraceConfig(Section):
     """`logger.trace`: spans of steps, rollouts and engines on one timeline, in trace.json.gz of the run's directory."""
 
-    enabled: bool = False
+    enabled: bool = False  # write spans of the run
     otlp_endpoint: str | None = None  # also sent there, by OTLP over HTTP: http://collector:4318/v1/traces
 
     @field_validator("otlp_endpoint")

@@ -20,6 +20,7 @@ from nemo_rl.interfaces import Generation
 from nemo_rl.launch.rollout_layer import open_environments, open_scorers
 from nemo_rl.launch.sampling import make_limits, make_sampling
 from nemo_rl.types import Completion, GenerationRequest, Prompt, Trajectory
+from nemo_rl.weight_manifests import Weights
 
 WRONG_ANSWERS = ("I do not know.", "")  # said by the scripted model beside the reference answer
 TRIAL_ROWS = 4  # rows on which a recipe's own code is tried
@@ -45,8 +46,14 @@ class ScriptedGeneration(Generation):
         answers = (self._references[group], *WRONG_ANSWERS)
         return Completion(request.request_id, (), (), "stop", text=answers[int(index) % len(answers)])
 
-    async def close(self) -> None:
-        """Do nothing: no resources are held."""
+    async def pause(self, *, keep_cache: bool = False) -> None:
+        """Do nothing, as in all that follows: there is no model."""
+
+    async def resume(self) -> None: ...
+
+    async def update_weights(self, manifest: Weights, weight_version: int) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 def find_prompts(config: RolloutRunConfig, count: int, tasks: frozenset[str]) -> list[Prompt]:
@@ -54,7 +61,7 @@ def find_prompts(config: RolloutRunConfig, count: int, tasks: frozenset[str]) ->
     if isinstance(config, TrainingRunConfig):
         prompts: Sequence[Prompt] = load_prompt_sets(config.data, config.seed)[0].prompts
     else:
-        prompts = load_input(config.data).prompts  # pyright: ignore[reportAttributeAccessIssue] - of collections
+        prompts = load_input(config.data).prompts  # pyright: ignore[reportArgumentType] - all others are collections
     return list(islice((prompt for prompt in prompts if prompt.task_name in tasks), count))
 
 

@@ -46,11 +46,14 @@ async def run_recorded_rollouts(
 
     async def alone(job: RolloutJob) -> Trajectory:
         task_name, span = job.prompt.task_name, begin_rollout_span(job)
-        with span.current():
-            async with supervision.slot(task_name, max_concurrency[task_name]):
-                trajectory = await run(job, supervision.watchdog)
-            trajectory = await dependencies.scoring.score(trajectory, supervision.watchdog)
-        end_rollout_span(span, trajectory)
+        try:
+            with span.current():
+                async with supervision.slot(task_name, max_concurrency[task_name]):
+                    trajectory = await run(job, supervision.watchdog)
+                trajectory = await dependencies.scoring.score(trajectory, supervision.watchdog)
+            end_rollout_span(span, trajectory)
+        finally:
+            span.end()  # of a rollout that was cancelled
         dependencies.failure_log.record(trajectory)
         if options.progress is not None:
             options.progress(trajectory)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def open_trace(section: TraceConfig, run_dir: Path, lost: LostRecords) -> Iterator[None]:
-    """Trace the run until the block ends; `lost` counts what could not be written.
+    """Trace the run until the block ends; `lost` counts a file that could not be written, not a collector.
 
     Raises ConfigError if spans are to be sent and OpenTelemetry's exporter is not installed.
     """
@@ -31,8 +31,9 @@ def open_trace(section: TraceConfig, run_dir: Path, lost: LostRecords) -> Iterat
         with tracer:
             yield
     finally:
-        for error in tracer.errors:
-            lost.add(TRACE_FILE)
+        for sink, error in tracer.errors:
+            if isinstance(sink, TraceFile):
+                lost.add(TRACE_FILE)
             logger.warning("a part of the trace is lost: %r", error)
         if tracer.num_dropped:
             logger.warning("%d records of the trace came faster than they could be written", tracer.num_dropped)

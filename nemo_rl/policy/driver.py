@@ -84,7 +84,8 @@ class PolicyCalls(ScoringCalls):
     async def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         logprobs, *routes = await self._score("logprobs", batch)
         if routes:
-            columns = {**(columns_of(batch) or {}), ROUTED_EXPERTS: routes[0]}
+            own = _without_padding(routes[0], batch[keys.LENGTHS])
+            columns = {**(columns_of(batch) or {}), ROUTED_EXPERTS: own}
             batch[keys.COLUMNS] = TensorDict(columns, batch_size=batch.batch_size)
         return logprobs
 
@@ -122,6 +123,13 @@ class PolicyCalls(ScoringCalls):
 
     async def load(self, path: Path) -> None:
         await self._call("load", _absolute(path))
+
+
+def _without_padding(routes: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return routes [B, T, L, k] that are missing after each row's tokens."""
+    is_padding = torch.arange(routes.shape[1]) >= lengths[:, None]
+    routes.numpy()[is_padding.numpy()] = torch.iinfo(routes.dtype).max
+    return routes
 
 
 def _absolute(path: Path) -> Path:

@@ -100,7 +100,7 @@ class ExpertRouting:
         self._layout: TokenLayout | None = None
         self._live: dict[int, torch.Tensor] = {}  # [N, k] by layer, of a pass that records
         for index, router in enumerate(routers):
-            router.register_forward_hook(partial(self._route, index))
+            router.register_forward_hook(torch.compiler.disable(partial(self._route, index)))
 
     def begin(self, needed: torch.Tensor, columns: Mapping[str, torch.Tensor] | None, layout: TokenLayout) -> None:
         """Set the rows of the next forward pass, which are valid until the next call.
@@ -119,7 +119,7 @@ class ExpertRouting:
                 problem = f"the engine recorded experts of {recorded.shape[1]} layers, the policy has {self._shape[0]}"
                 raise PolicyError(f"policy.router_replay: {problem}")
             routes = recorded.long()
-            self._routes = routes.masked_fill(routes == torch.iinfo(recorded.dtype).max, -1)
+            self._routes = routes.masked_fill(routes >= self._shape[1], -1)  # the missing value, or another model's
 
     def take_live(self) -> torch.Tensor | None:
         """Return the experts of the last pass without gradients as a column [B, T, L, k]; None if none are recorded."""
@@ -137,7 +137,6 @@ class ExpertRouting:
         given = [part for part in parts if part is not None and part.tokens[0] > 0]
         return reduce(add, given).metrics(with_routes=self._config.enabled) if given else {}
 
-    @torch.compiler.disable
     def _route(self, index: int, router: nn.Module, inputs: Any, output: RouterOutput) -> RouterOutput:
         logits, scores, live = output
         if self._counted is None:  # a pass that nobody announced
@@ -145,6 +144,9 @@ class ExpertRouting:
         ids, recorded = live, None
         if self._routes is not None:
             given = self._routes[:, index]
+            if given.shape != live.shape:
+                problem = f"the engine recorded {given.shape[1]} experts per token, the policy uses {live.shape[1]}"
+                raise PolicyError(f"policy.router_replay: {problem}")
             recorded = torch.where((given >= 0).all(-1, keepdim=True), given, live)
         if recorded is not None and self._config.replays:
             ids, scores = recorded, kind_of(router).scores(router, logits, recorded).to(scores.dtype)

@@ -204,4 +204,14 @@ def load_schedule(scheduler: LRScheduler | None, directory: Path) -> None:
     except Exception as error:  # torch raises many types here: pickle's, zip's, its own
         raise CheckpointError(f"{directory / SCHEDULE_FILE} cannot be read: {error}") from error
     if scheduler is not None and state is not None:
+        _fit_groups(state, len(scheduler.optimizer.param_groups))
         scheduler.load_state_dict(state)
+
+
+def _fit_groups(state: dict[str, Any], count: int) -> None:
+    """Give a schedule's state the number of the optimizer's groups, which have the same learning rate."""
+    for name in ("base_lrs", "_last_lr"):
+        if name in state:
+            state[name] = state[name][:1] * count
+    for part in state.get("_schedulers", ()):
+        _fit_groups(part, count)

@@ -175,15 +175,17 @@ def make_model(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> PreTrained
         torch.manual_seed(recipe.seed)
         if recipe.num_experts == 0:
             return LlamaForCausalLM(LlamaConfig(**_sizes(tokenizer, recipe))).float()
-        sizes = _sizes(tokenizer, recipe) | {"intermediate_size": recipe.hidden_size, "head_dim": HEAD_SIZE}
-        return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=recipe.num_experts)).float()
+        own: dict[str, Any] = {"intermediate_size": recipe.hidden_size, "head_dim": HEAD_SIZE}
+        own["num_local_experts"] = recipe.num_experts
+        return MixtralForCausalLM(MixtralConfig(**(_sizes(tokenizer, recipe) | own))).float()
 
 
 def make_classifier(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> LlamaForSequenceClassification:
     """Return the student's body with a head of one label, for a reward model; a function of the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = LlamaConfig(**_sizes(tokenizer, student(seed)), num_labels=1)
+        sizes: dict[str, Any] = {**_sizes(tokenizer, student(seed)), "num_labels": 1}
+        config = LlamaConfig(**sizes)
         return LlamaForSequenceClassification(config).float()
 
 

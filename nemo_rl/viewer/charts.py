@@ -128,7 +128,8 @@ def heat_map(title: str, steps: Any, values: Any, *, num_rows: int = 16, view: C
     first, last = int(steps.min()), int(steps.max())
     columns = min(MAX_COLUMNS, last - first + 1)
     span = (float(first), float(last + 1)), (float(values.min()), float(values.max()))
-    counts, x_edges, y_edges = np.histogram2d(steps, values, bins=(columns, num_rows), range=span)  # [columns, rows]
+    counts, *edges = np.histogram2d(steps, values, bins=(columns, num_rows), range=span)  # [columns, rows]
+    x_edges, y_edges = (each.tolist() for each in edges)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     frame = Frame(span[0], span[1], view.size)
     parts = [_axes(frame)]

@@ -46,9 +46,15 @@ def group_table(rollouts: RolloutSet) -> GroupTable:
     np.maximum.at(high, member, rewards)
     mean = np.bincount(member, weights=rewards, minlength=len(count)) / count
     order = np.argsort(first, kind="stable")
-    row = known[first]
-    table = (step[row].astype(np.int64), row, mean, low, high, count)
-    return GroupTable(*(column[order] for column in table))
+    row = known[first][order]
+    return GroupTable(
+        step=step[row].astype(np.int64),
+        row=row,
+        mean=mean[order],
+        low=low[order],
+        high=high[order],
+        count=count[order],
+    )
 
 
 def outcome_lines(groups: GroupTable) -> list[ChartLine]:

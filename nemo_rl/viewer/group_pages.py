@@ -48,7 +48,7 @@ def count_outcomes(source: ViewerSource, step: int | None = None) -> dict[Outcom
 def groups_page(source: ViewerSource, values: Mapping[str, str]) -> Page:
     """Return the list of the training groups, of one outcome and step if the address names them, newest first."""
     rollouts, groups = source.split("train"), _groups(source)
-    outcome = next((name for name in OUTCOMES if name == values.get("outcome")), None)
+    outcome: Outcome | None = next((name for name in OUTCOMES if name == values.get("outcome")), None)
     step = whole_number(values["step"]) if values.get("step") else None
     chosen = np.ones(len(groups.step), np.bool_) if outcome is None else groups.outcome(outcome)
     if step is not None:
@@ -160,8 +160,8 @@ def _mark_differences(first: str, second: str) -> tuple[float, list[list[tuple[s
     matcher = difflib.SequenceMatcher(None, *words, autojunk=len(words[0]) > 2000)
     codes = matcher.get_opcodes()
     sides = [
-        [("".join(words[side][code[1 + 2 * side] : code[2 + 2 * side]]), code[0] != "equal") for code in codes]
-        for side in (0, 1)
+        [("".join(words[0][start:end]), tag != "equal") for tag, start, end, _, _ in codes],
+        [("".join(words[1][start:end]), tag != "equal") for tag, _, _, start, end in codes],
     ]
     return matcher.ratio(), [[part for part in side if part[0]] for side in sides]
 

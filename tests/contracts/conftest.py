@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.hf import HFGeneration
@@ -84,7 +84,7 @@ def start(runner: asyncio.Runner, kind: str, model_path: str) -> Any:
 
 
 @pytest.fixture(scope="session")
-def served_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
     """Return the model that the server of `served_url` has, and its directory."""
     directory = tmp_path_factory.mktemp("served")
     tokenizer = make_tokenizer()
@@ -98,7 +98,7 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCaus
 
 
 @pytest.fixture(scope="session")
-def served_url(served_model: tuple[LlamaForCausalLM, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def served_url(served_model: tuple[PreTrainedModel, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a real vLLM server of OpenAI's API on first use."""
     options = {
         "--served-model-name": SERVED_NAME,

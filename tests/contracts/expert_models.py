@@ -42,12 +42,27 @@ def expert_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -
             MixtralConfig(**SIZES, head_dim=32, intermediate_size=128, num_local_experts=EXPERTS)
         )
     elif kind == "qwen3_moe":
-        sizes = {"head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
+        sizes: dict[str, Any] = {
+            "head_dim": 32,
+            "intermediate_size": 128,
+            "moe_intermediate_size": 64,
+            "mlp_only_layers": [0],
+        }
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, num_experts=EXPERTS, norm_topk_prob=True))
     else:
-        sizes = {"intermediate_size": 128, "moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 32}
-        heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 1}
-        groups = {"n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
+        sizes: dict[str, Any] = {
+            "intermediate_size": 128,
+            "moe_intermediate_size": 32,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+        }
+        heads: dict[str, Any] = {
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+        }
+        groups: dict[str, Any] = {"n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
         model = DeepseekV3ForCausalLM(
             DeepseekV3Config(**{**SIZES, "num_key_value_heads": 4}, **sizes, **heads, **groups)
         )

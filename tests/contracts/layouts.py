@@ -43,7 +43,8 @@ EXPERTS_OVER_RANKS = {
     "ep 4": Mesh(4, expert_parallel_size=4),
     "ep 2 tp 2": Mesh(2, 2, expert_parallel_size=2),
 }
-MULTIPLE = FSDP2 | MEGATRON | COPIES_OF_STAGES | EXPERTS_OVER_RANKS | EXPERTS
+DENSE = FSDP2 | MEGATRON | COPIES_OF_STAGES  # layouts of every model
+MULTIPLE = DENSE | EXPERTS_OVER_RANKS | EXPERTS
 LAYOUTS = ("plain", "fsdp2 alone", *FSDP2, *MEGATRON)
 FEWER = ("plain", "fsdp2 alone", *FSDP2, *MEGATRON_TOGETHER)
 SPLIT_MODELS = ("qwen2", "llama", "qwen3")  # tied, untied with biases, norms of heads

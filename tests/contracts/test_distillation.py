@@ -16,7 +16,7 @@ from nemo_rl.losses.divergences import TopKDivergence
 from nemo_rl.policy.batch_transfer import merge_rows
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
 from nemo_rl.policy.worker import make_teacher_worker
-from tests.contracts.layouts import BATCHING, FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same
+from tests.contracts.layouts import BATCHING, DENSE, FSDP2, MULTIPLE, UNEVEN, Layouts, plain_model, same
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool
 from tests.unit.policy.tiny import VOCABULARY, make_batch
@@ -66,7 +66,7 @@ def whole_logprobs(path: Path, batch: TensorDict, model: Any = None) -> torch.Te
 @pytest.mark.parametrize(
     ("layout", "batching"),
     [
-        *((layout, "samples") for layout in ("plain", *MULTIPLE)),
+        *((layout, "samples") for layout in ("plain", *DENSE)),
         *(("plain", batching) for batching in ("packed", "padded by tokens")),
         ("megatron tp 2 pp 2", "packed"),
     ],

@@ -59,7 +59,8 @@ def glm4_moe() -> PreTrainedModel:
             attention_bias=True,
         )
     )
-    model.model.layers[1].mlp.gate.e_score_correction_bias.normal_(0, 0.3)
+    mixed: Any = model.model.layers[1].mlp
+    mixed.gate.e_score_correction_bias.normal_(0, 0.3)
     return model
 
 

@@ -128,7 +128,7 @@ def test_a_sink_that_fails_is_left_out_and_the_others_go_on() -> None:
     with Tracer([failing, sink]) as tracer:
         span("one").end()
     assert list(sink.spans) == ["one"]
-    assert [str(error) for error in tracer.errors] == ["no room"]
+    assert [(sink, str(error)) for sink, error in tracer.errors] == [(failing, "no room")]
 
 
 def test_records_that_come_faster_than_they_are_written_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

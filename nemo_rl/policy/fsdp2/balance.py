@@ -7,6 +7,7 @@ gradients to the router's scores, so that they flow in the layer's own backward 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ class RouterBalance:
         self._weight = 0.0  # of the micro-batch; 0 outside of one
         self._is_counting = False
         for index, router in enumerate(self._routers):
-            router.register_forward_hook(lambda _, __, output, index=index: self._observe(index, output))
+            observe = torch.compiler.disable(partial(self._observe, index))
+            router.register_forward_hook(lambda _, __, output, observe=observe: observe(output))
 
     @classmethod
     def of(cls, model: nn.Module, section: MoEConfig, **where: Any) -> "RouterBalance | None":

@@ -25,6 +25,7 @@ from nemo_rl.policy.fsdp2.backend import LORA_KEY, LoraAdapterConfig
 from nemo_rl.policy.fsdp2.experts import find_experts
 from nemo_rl.policy.fsdp2.sharding import BASE_LAYER
 from nemo_rl.policy.fsdp2.shards import gather_full_tensor, own_part
+from nemo_rl.token_columns import ROUTED_EXPERTS
 
 DIRECTORY = "adapter"  # subdirectory of a checkpoint
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -121,16 +122,17 @@ class Adapters:
 
 class AdaptersDisabled(nn.Module):
     """A module over a model whose adapters are disabled in each call, and which replays no routes: it is another
-    policy."""
+    policy. Its distribution is of the engine's sets all the same."""
 
     def __init__(self, module: nn.Module, adapters: Adapters) -> None:
         super().__init__()
         self._module = module
         self._adapters = adapters
 
-    def forward(self, *args: Any, columns: object = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, columns: Mapping[str, torch.Tensor] | None = None, **kwargs: Any) -> Any:
+        kept = {name: column for name, column in (columns or {}).items() if name != ROUTED_EXPERTS}
         with self._adapters.disabled():
-            return self._module(*args, **kwargs)
+            return self._module(*args, columns=kept or None, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

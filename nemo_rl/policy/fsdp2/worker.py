@@ -30,7 +30,7 @@ from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, optimizers, step_report
-from nemo_rl.policy.expert_routing import make_routing
+from nemo_rl.policy.expert_routing import ExpertRouting, make_routing
 from nemo_rl.policy.fsdp2 import sharding
 from nemo_rl.policy.fsdp2.backend import (
     DTensorConfig,
@@ -170,7 +170,8 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
         return named_weights(self._model, dtype, adapter_scale=self._adapters.scale if self._adapters else None)
 
     def _routing_metrics(self) -> dict[str, float]:
-        return {} if self.module.routing is None else self.module.routing.take_metrics(self.layout)
+        routing: ExpertRouting | None = self.module.routing
+        return {} if routing is None else routing.take_metrics(self.layout)
 
     def _start_weights_save(self, path: Path) -> None:
         if self._adapters is not None:

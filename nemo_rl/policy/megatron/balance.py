@@ -39,6 +39,8 @@ class StageBalance(RouterBalance):
 
     def take_losses(self) -> dict[str, torch.Tensor]:
         """Return this rank's parts of the losses of all stages since the last call; all ranks call it together."""
+        if not (self._section.aux_loss_coeff or self._section.z_loss_coeff):
+            return {}
         own = super().take_losses()
         zero = torch.zeros((), device=next(iter(own.values())).device if own else parallel.device())
         values = torch.stack([own.get(name, zero) for name in LOSSES])

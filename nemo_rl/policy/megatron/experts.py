@@ -73,7 +73,7 @@ class ExpertRouter(TopKRouter):
         self.logits: torch.Tensor | None = None  # [N, E]
         if self.score_function == "sigmoid":
             del self.expert_bias
-            self.register_buffer("expert_bias", torch.zeros(self.num_experts, dtype=torch.float32))
+            self.register_buffer("expert_bias", torch.zeros(self.weight.shape[0], dtype=torch.float32))
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None

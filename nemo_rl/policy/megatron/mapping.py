@@ -13,6 +13,7 @@ others       split by rows (vocabulary), by columns (the second matrix of attent
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig
@@ -240,10 +241,10 @@ def _experts(mixture: Mixture, to: str, of: str, tensor_size: int) -> Iterator[W
     yield Replicated(f"{to}router.weight", (f"{of}gate.weight",), is_split=False)
     if mixture.has_bias:
         yield Replicated(f"{to}router.expert_bias", (f"{of}gate.e_score_correction_bias",), is_split=False)
-    sizes = {"num_experts": mixture.num_experts, "num_tensor_ranks": tensor_size}
     experts = f"{to}experts.local_experts.{{}}."
-    yield Experts(f"{experts}linear_fc1.weight", (f"{of}experts.gate_up_proj",), **sizes, is_gated=True)
-    yield Experts(f"{experts}linear_fc2.weight", (f"{of}experts.down_proj",), **sizes)
+    stacked = partial(Experts, num_experts=mixture.num_experts, num_tensor_ranks=tensor_size)
+    yield stacked(f"{experts}linear_fc1.weight", (f"{of}experts.gate_up_proj",), is_gated=True)
+    yield stacked(f"{experts}linear_fc2.weight", (f"{of}experts.down_proj",))
     if mixture.shared_width is not None:
         yield from _mlp(f"{to}shared_experts.", f"{of}shared_experts.")
 

@@ -172,7 +172,7 @@ def is_last_stage() -> bool:
     return stage() == dist.get_world_size(pipeline_group()) - 1
 
 
-def _current_sizes() -> tuple[int, ...]:
+def _current_sizes() -> tuple[int | None, ...]:
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),

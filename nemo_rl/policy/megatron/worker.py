@@ -215,7 +215,9 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
             yield from (*self._reference.parameters(), *self._reference.buffers())
 
 
-def _recomputation(kept: Sequence[StageBalance | StageReplay]) -> tuple[AbstractContextManager[None], ...]:
+def _recomputation(
+    kept: Sequence[StageBalance | StageReplay],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts of a layer's forward pass, and of its recomputation, in which routers know the same."""
     return nullcontext(), _entered([one.recall() for one in kept])
 

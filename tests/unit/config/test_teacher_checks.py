@@ -70,10 +70,6 @@ def test_a_tasks_own_teacher_comes_before_the_one_of_all(load: LoadDistillation)
             r"distillation\.async_rollouts\.enabled = True: nothing is sampled",
         ),
         (
-            ("++teacher.megatron_cfg={enabled: true, expert_model_parallel_size: 2}",),
-            r"teacher\.megatron_cfg\.expert_model_parallel_size = 2: not available",
-        ),
-        (
             ("teacher.dtensor_cfg.enabled=false",),
             r"teacher\.dtensor_cfg\.enabled = False: .*where policy\.megatron_cfg\.enabled is false",
         ),

@@ -54,8 +54,8 @@ def write_rows(form: str, directory: Path) -> str:
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet", "arrow", "saved", "dict"])
 def test_rows_are_read_from_every_form_by_the_path_alone(form: str, tmp_path: Path) -> None:
-    keys = {"data_path": write_rows(form, tmp_path), "env_name": "math"}
-    mapped = {"input_key": "question", "output_key": "solution"}
+    keys: dict[str, Any] = {"data_path": write_rows(form, tmp_path), "env_name": "math"}
+    mapped: dict[str, Any] = {"input_key": "question", "output_key": "solution"}
     config = DataConfig(train=DatasetConfig(**keys, **mapped))
     train, validation = load_prompt_sets(config, run_seed=0)
     found = [(prompt.messages[-1].content, str(prompt.env_state["answer"])) for prompt in train.prompts]
@@ -120,7 +120,7 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
     ],
 )
 def test_messages_in_a_prompt_column_are_read_with_the_other_columns_as_state(
-    row: dict[str, Any], section: dict[str, str], answer: Any, state: dict[str, Any]
+    row: dict[str, Any], section: dict[str, Any], answer: Any, state: dict[str, Any]
 ) -> None:
     own = DatasetConfig(dataset_name="jsonl", env_name="math", **section)
     prompt = make_prompt_maker(own, key="data.train")(row)

@@ -43,7 +43,10 @@ def put(key: str, value: Any) -> Plant:
 
 
 def write(file: str, text: str) -> Plant:
-    return lambda recipe, here: (here / file).write_text(text) and None
+    def plant(recipe: Recipe, here: Path) -> None:
+        (here / file).write_text(text)
+
+    return plant
 
 
 def remove(file: str) -> Plant:

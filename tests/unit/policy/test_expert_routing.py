@@ -31,7 +31,7 @@ from tests.unit.policy.tiny import WeightedNLL, make_sharing_batch, plain_logpro
 LENGTHS = [9, 5, 12, 3, 7, 12, 2, 6]
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 16}}
 TREES = {"sequence_packing": {**PACKED["sequence_packing"], "share_prefixes": True}}
-WHOLE_BATCH = {"train_micro_batch_size": 8, "logprob_batch_size": 8}
+WHOLE_BATCH: dict[str, Any] = {"train_micro_batch_size": 8, "logprob_batch_size": 8}
 RECOMPUTED = {"dtensor_cfg": {"activation_checkpointing": True}}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),

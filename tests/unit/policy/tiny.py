@@ -104,8 +104,9 @@ def qwen3_moe() -> PreTrainedModel:
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
+        "head_dim": 8,
     }
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**EVEN, **experts, head_dim=8, tie_word_embeddings=False))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**EVEN, **experts, tie_word_embeddings=False))
 
 
 def mixtral() -> PreTrainedModel:

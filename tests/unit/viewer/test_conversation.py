@@ -75,7 +75,8 @@ def test_expected_answer_is_found_by_its_usual_names(state: object, expected: st
 
 def test_short_messages_are_unfolded_whoever_says_them() -> None:
     long = "x" * (conversation.SHORT_CHARS + 1)
-    chain = [{"role": role, "content": text} for role in ("system", "tool", "assistant") for text in ("short", long)]
+    roles = ("system", "tool", "assistant")
+    chain: conversation.Chain = [{"role": role, "content": text} for role in roles for text in ("short", long)]
     folded = [turn["is_folded"] for turn in conversation.turns_of(chain)]
     assert folded == [False, True, False, True, False, False]
 

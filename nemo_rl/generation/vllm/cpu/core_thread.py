@@ -31,7 +31,7 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -351,11 +351,11 @@ class InProcessEngine:
                 self._unfinished.discard(request.request_id)
                 self._post(partial(self._thread.abort, request.request_id))
 
-    async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = True) -> None:
+    async def pause_generation(self, *, mode: PauseMode = "keep", clear_cache: bool = True) -> None:
         await self.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
-    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
-        await self._call(lambda core: core.pause_scheduler(mode, clear_cache))  # type: ignore[arg-type]
+    async def pause_scheduler_async(self, *, mode: PauseMode, clear_cache: bool) -> None:
+        await self._call(lambda core: core.pause_scheduler(mode, clear_cache))
 
     async def resume_generation(self) -> None:
         await self._call(lambda core: core.resume_scheduler())

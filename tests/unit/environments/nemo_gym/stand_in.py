@@ -11,10 +11,11 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
-config = OmegaConf.load("env.yaml")
+config: Any = OmegaConf.load("env.yaml")
 sys.stderr.write("this is the stand-in of NeMo Gym\n")
 if config.mode == "dies":
     sys.exit("no such key: policy_modle_name")

@@ -103,8 +103,12 @@ def nemotron_h() -> PreTrainedModel:
         "ssm_state_size": 8,
         "chunk_size": 8,
     }
-    experts = {"n_routed_experts": 8, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
-    config = {key: value for key, value in EVEN.items() if key != "num_hidden_layers"} | {"head_dim": 8}
+    experts: dict[str, Any] = {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+    }
+    config: dict[str, Any] = {key: value for key, value in EVEN.items() if key != "num_hidden_layers"} | {"head_dim": 8}
     layers = ["mamba", "moe", "attention"]
     return NemotronHForCausalLM(NemotronHConfig(**config, **sizes, **experts, layers_block_type=layers))
 
