@@ -130,6 +130,7 @@ def heat_map(title: str, steps: Any, values: Any, *, num_rows: int = 16, view: C
     span = (float(first), float(last + 1)), (float(values.min()), float(values.max()))
     counts, *edges = np.histogram2d(steps, values, bins=(columns, num_rows), range=span)  # [columns, rows]
     x_edges, y_edges = (each.tolist() for each in edges)
+    middles = (edges[1][:-1] + edges[1][1:]) / 2
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     frame = Frame(span[0], span[1], view.size)
     parts = [_axes(frame)]
@@ -148,7 +149,7 @@ def heat_map(title: str, steps: Any, values: Any, *, num_rows: int = 16, view: C
             f"<title>{escape(text)}{shares[column, row]:.0%}</title></rect>"
         )
     means = {
-        math.ceil(x_edges[column]): float((counts[column] * (y_edges[:-1] + y_edges[1:]) / 2).sum() / total)
+        math.ceil(x_edges[column]): float((counts[column] * middles).sum() / total)
         for column, total in enumerate(counts.sum(axis=1))
         if total
     }

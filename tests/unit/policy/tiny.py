@@ -235,7 +235,7 @@ def plain_logprobs(
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
         whole = logits[0, :-1] / temperature
         logits = without_unlikely(whole, ids[0, 1:, None], top_p, top_k)
-        if "columns" in batch:
+        if "columns" in batch and "sampling_mask" in batch["columns"]:
             logits = torch.stack(
                 [
                     own if max(recorded) < 0 else _only(every, [token for token in recorded if token >= 0])
