@@ -8,6 +8,7 @@ from nemo_rl.algorithms.step_observers import StepObserver
 from nemo_rl.algorithms.training_progress import TrainingProgress
 from nemo_rl.interfaces import HistogramLogger
 from nemo_rl.observability.loggers import StepTimer
+from nemo_rl.tracing import span
 from nemo_rl.types import TrainingBatch
 
 MAX_VALUES = 16_384  # per distribution; of more every n-th is taken
@@ -22,8 +23,10 @@ class HistogramObserver(StepObserver):
 
     async def after_training(self, made: StepBatch, timer: StepTimer) -> None:
         """Log those of the batch that has been trained on."""
-        for name, values in step_distributions(made.batch).items():
-            self._logger.log_histogram(f"train/{name}/histogram", values.tolist(), self._training.position.step)
+        step = self._training.position.step
+        with span("histograms", step=step):
+            for name, values in step_distributions(made.batch).items():
+                self._logger.log_histogram(f"train/{name}/histogram", values.tolist(), step)
 
 
 def step_distributions(batch: TrainingBatch) -> dict[str, torch.Tensor]:
