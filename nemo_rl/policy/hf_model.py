@@ -177,7 +177,8 @@ class WeightFiles:
             shared = range(max(own.start, rows.start), min(own.stop, rows.stop))
             if part.expert is None or part.expert not in experts or not shared:
                 continue
-            found = values[shared.start - own.start : shared.stop - own.start, columns.start : columns.stop]
+            of_file = slice(shared.start - own.start, shared.stop - own.start)
+            found: torch.Tensor = values[of_file, columns.start : columns.stop]
             if result is None:
                 result = found.new_empty(len(experts), len(rows), len(columns))
             result[part.expert - experts.start, shared.start - rows.start : shared.stop - rows.start] = found

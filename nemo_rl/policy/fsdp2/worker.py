@@ -170,8 +170,8 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
         return named_weights(self._model, dtype, adapter_scale=self._adapters.scale if self._adapters else None)
 
     def _routing_metrics(self) -> dict[str, float]:
-        routing: ExpertRouting | None = self.module.routing
-        return {} if routing is None else routing.take_metrics(self.layout)
+        routing = self.module.routing
+        return routing.take_metrics(self.layout) if isinstance(routing, ExpertRouting) else {}
 
     def _start_weights_save(self, path: Path) -> None:
         if self._adapters is not None:

@@ -106,7 +106,8 @@ def _layer_specs(settings: TransformerConfig, model: PreTrainedConfig, kernels: 
     first = get_transformer_layer_offset(settings)
     own = has_experts[first : first + get_num_layers_to_build(settings)]
     specs = [sparse if layer_has_experts else dense for layer_has_experts in own]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=LayerNormImpl)
+    norm: Any = LayerNormImpl
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
 class CausalAttention(nn.Module):
@@ -173,7 +174,7 @@ class Stage(GPTModel):
     ) -> None:
         super().__init__(
             settings,
-            _layer_specs(settings, model, kernels),
+            cast("Any", _layer_specs(settings, model, kernels)),
             vocab_size=vocab_rows_per_rank(model.vocab_size, settings.tensor_model_parallel_size)
             * settings.tensor_model_parallel_size,
             max_sequence_length=model.max_position_embeddings,
