@@ -6,11 +6,14 @@ Files and engines have one tensor per expert and projection, e.g. `mlp.experts.3
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+_known: WeakKeyDictionary[PreTrainedModel, tuple[dict[str, tuple[int, ...]], Mapping[str, "FilePart"] | None]]
+_known = WeakKeyDictionary()
 HALVES = 2  # of the rows of an expert: its gate and up projections, or one tensor of both
 
 
@@ -32,13 +35,21 @@ class FilePart:
         return tensor if self.expert is None else tensor[self.expert, self.rows(tensor.shape[1])]
 
 
-def file_parts(model: PreTrainedModel) -> dict[str, FilePart] | None:
+def file_parts(model: PreTrainedModel) -> Mapping[str, FilePart] | None:
     """Return the part of the model that each tensor of its files holds, by the file's name; needs no values.
 
-    None for a model whose files hold anything but renamed tensors and whole rows of single experts. transformers itself
-    converts numbers that tell where they come from.
+    None for a model whose files hold anything but renamed tensors and whole rows of single experts. They are found
+    once, unless the model gets other tensors: each refit asks for them.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    known = _known.get(model)
+    if known is None or known[0] != shapes:
+        known = _known[model] = shapes, _find_parts(model, shapes)
+    return known[1]
+
+
+def _find_parts(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FilePart] | None:
+    """Let transformers itself convert numbers that tell where they come from."""
     names, probes, first = list(shapes), dict[str, torch.Tensor](), 0
     starts: list[int] = []
     for name, shape in shapes.items():

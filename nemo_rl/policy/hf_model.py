@@ -21,7 +21,6 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     rename_source_key,
-    revert_weight_conversion,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -29,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from nemo_rl.config.moe import EXPERT_COUNTS, num_experts
-from nemo_rl.distributed.file_names import HALVES, FilePart, file_parts
+from nemo_rl.distributed.file_names import HALVES, FilePart, file_parts, parts_by_tensor
 from nemo_rl.errors import ConfigError, describe_error
 
 logger = logging.getLogger(__name__)
@@ -248,13 +247,11 @@ def tensors_of_files(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the model's tensors as its files hold them: a stacked one as one per expert, under the files' names.
 
-    One tensor of the model is converted at a time, when its turn comes.
+    One tensor of the model is converted at a time, when its turn comes. The model has `file_parts`.
     """
-    if not any(isinstance(transform, WeightConverter) for transform in get_model_conversion_mapping(model)):
-        yield from tensors
-        return
+    names = parts_by_tensor(file_parts(model) or {})
     for name, tensor in tensors:
-        yield from revert_weight_conversion(model, {name: tensor}).items()
+        yield from ((file_name, part.of(tensor)) for file_name, part in names[name].items())
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -292,7 +292,7 @@ def named_weights(
         yield from _in_file(tensor, names[name])
 
 
-def _plain_parts(model: PreTrainedModel) -> dict[str, FilePart] | None:
+def _plain_parts(model: PreTrainedModel) -> Mapping[str, FilePart] | None:
     """Return the parts of a model with adapters, by the names of the plain model."""
     parts = file_parts(model)
     if parts is None:
