@@ -51,6 +51,11 @@ def complete(own: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.where(is_missing(own).reshape(-1, *(1,) * (own.ndim - 1)), other, own)
 
 
+def pad_rows(rows: np.ndarray, count: int) -> np.ndarray:
+    """Return a column of `count` tokens whose first rows are given; the others are missing."""
+    return stack([rows, None], [len(rows), count - len(rows)])
+
+
 def pad_ids(rows: Sequence[np.ndarray | None]) -> np.ndarray:
     """Return rows of ids as one array, padded with -1 to the longest: [rows, width] int32; None is an empty row."""
     table = np.full((len(rows), max((len(row) for row in rows if row is not None), default=0)), -1, np.int32)

@@ -19,6 +19,17 @@ SAMPLING_MASK = "sampling_mask"  # [T, width] int32: ids of the tokens that it w
 MAX_SET_SIZE = 512  # recorded tokens per set: 2 KiB; larger sets are missing
 
 
+def routed_experts_columns(routes: "np.ndarray", num_tokens: int) -> "TokenColumns":
+    """Return the column of `num_tokens` tokens from their first rows [n, L, k]; what follows is missing.
+
+    The last sampled token is never computed, so that it has no row. A request that a stop string ended may have more
+    rows than tokens.
+    """
+    from nemo_rl.column_arrays import pad_rows
+
+    return TokenColumns({ROUTED_EXPERTS: pad_rows(routes[: num_tokens - 1], num_tokens)})
+
+
 def sampling_mask_columns(sets: "Sequence[np.ndarray | None]", *, num_prompt_tokens: int) -> "TokenColumns":
     """Return the sets that consecutive tokens were drawn from, one of ids per token, as a column after the prompt.
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from nemo_rl.column_arrays import id_dtype, missing_value
+from nemo_rl.column_arrays import id_dtype
 from nemo_rl.distributed.expert_routers import RouterOutput, find_routers
 from nemo_rl.distributed.file_names import FilePart, file_parts
 from nemo_rl.distributed.float32 import can_keep_float32_residual, float32_product, keep_float32_residual
@@ -25,8 +25,8 @@ from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.interfaces import Generation
 from nemo_rl.token_columns import (
     NO_COLUMNS,
-    ROUTED_EXPERTS,
     TokenColumns,
+    routed_experts_columns,
     sampling_mask_columns,
 )
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan
@@ -72,10 +72,8 @@ class Row:
         """Return the routes of the prompt's and the response's tokens; the last one was no input of the model."""
         if not self.routes:
             return NO_COLUMNS
-        routes, count = np.concatenate(self.routes), len(self.request.token_ids) + len(self.token_ids)
-        column = np.full((count, *routes.shape[1:]), missing_value(routes.dtype), routes.dtype)
-        column[:-1] = routes[: count - 1]
-        return TokenColumns({ROUTED_EXPERTS: column})
+        num_tokens = len(self.request.token_ids) + len(self.token_ids)
+        return routed_experts_columns(np.concatenate(self.routes), num_tokens)
 
 
 @dataclass(slots=True)

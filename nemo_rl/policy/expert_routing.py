@@ -17,13 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from nemo_rl.column_arrays import id_dtype
 from nemo_rl.config.policy import RouterReplayConfig
 from nemo_rl.distributed.expert_routers import RouterOutput, find_routers, kind_of
 from nemo_rl.errors import PolicyError
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.token_columns import ROUTED_EXPERTS
-
-MAX_UINT8 = 255  # experts whose ids are bytes, as `column_arrays.id_dtype` has it
 
 
 class TokenLayout(Protocol):
@@ -127,7 +126,7 @@ class ExpertRouting:
             return None
         layers = torch.stack([self._live[index] for index in range(self._shape[0])], dim=1)
         self._live = {}
-        return self._layout.spread(layers.to(torch.uint8 if self._shape[1] <= MAX_UINT8 else torch.uint16))
+        return self._layout.spread(layers.to(getattr(torch, id_dtype(self._shape[1]).name)))
 
     def take_metrics(self, layout: RankLayout) -> dict[str, float]:
         """Return the metrics of all passes with gradients since the last call, over all ranks; all ranks call it."""

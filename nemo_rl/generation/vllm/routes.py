@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from nemo_rl.column_arrays import id_dtype, missing_value
+from nemo_rl.column_arrays import id_dtype
 from nemo_rl.errors import GenerationError
-from nemo_rl.token_columns import NO_COLUMNS, ROUTED_EXPERTS, TokenColumns
+from nemo_rl.token_columns import NO_COLUMNS, TokenColumns, routed_experts_columns
 from nemo_rl.types import GenerationRequest
 
 if TYPE_CHECKING:
@@ -28,18 +28,6 @@ def to_array(plain: PlainArray) -> np.ndarray:
     """Return the array of `to_plain`."""
     shape, dtype, data = plain
     return np.frombuffer(data, dtype).reshape(shape)
-
-
-def route_column(routes: np.ndarray, num_tokens: int) -> TokenColumns:
-    """Return the column of `num_tokens` tokens from their first rows [n, L, k]; what follows is missing.
-
-    The last sampled token is never computed, so that it has no row. A request that a stop string ended may have more
-    rows than tokens.
-    """
-    column = np.full((num_tokens, *routes.shape[1:]), missing_value(routes.dtype), routes.dtype)
-    known = min(len(routes), num_tokens - 1)
-    column[:known] = routes[:known]
-    return TokenColumns({ROUTED_EXPERTS: column})
 
 
 class RouteSource(Protocol):
@@ -84,7 +72,7 @@ class RecordedRoutes:
         index = len(self._taken)
         self._taken.append((request.request_id, num_tokens - 1))
         routes = (await asyncio.shield(self._next_call()))[index]  # a cancelled caller does not cancel the others' call
-        return route_column(routes, num_tokens)
+        return routed_experts_columns(routes, num_tokens)
 
     def drop(self, request: GenerationRequest) -> None:
         self._dropped.append(request.request_id)
@@ -124,7 +112,7 @@ class ReturnedRoutes:
         if sampled.routed_experts is None:
             return NO_COLUMNS
         routes = sampled.routed_experts[:, self._layers].astype(id_dtype(self._num_experts))
-        return route_column(routes, len(request.token_ids) + len(sampled.token_ids))
+        return routed_experts_columns(routes, len(request.token_ids) + len(sampled.token_ids))
 
     def drop(self, request: GenerationRequest) -> None:
         """Do nothing: routes end with their request."""
