@@ -22,6 +22,7 @@ LOCAL_RECIPE = "grpo.yaml"  # of a project that `nemo-rl init` wrote
 MAX_CHARACTERS = 400  # shown of a message
 TURNS = 8  # of an environment given by its path
 TINY = "tiny"
+TINY_TOKENS = 512  # of a rollout of the quickstart's model
 MAX_TOKENS = 4096  # of a rollout with a model that is not a recipe's
 
 
@@ -127,9 +128,6 @@ def _of_length(config: Any) -> Any:
     generation = config.policy.generation.model_copy(update={"max_new_tokens": 32})
     policy = config.policy.model_copy(update={"generation": generation, "max_total_sequence_length": TINY_TOKENS})
     return config.model_copy(update={"policy": policy})
-
-
-TINY_TOKENS = 512  # of a rollout of the quickstart's model
 
 
 async def _open_tiny(stack: AsyncExitStack) -> tuple[Any, Any]:

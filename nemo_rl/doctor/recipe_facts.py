@@ -24,7 +24,7 @@ from nemo_rl.config.data import infer_dataset_name
 from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import CombinedConfigError, ConfigError, DataError, NemoRLError
 from nemo_rl.launch.model_files import MODEL_FILE, QUICKSTART_MODEL, checkpoint_weights
-from nemo_rl.launch.recipe_commands import OUTPUT_DIRECTORIES
+from nemo_rl.launch.recipe_commands import output_directories, vllm_key
 from nemo_rl.recipes import find_recipe
 
 TIMEOUT_S = 3.0  # deadline of one question to the driver or to a server
@@ -85,7 +85,7 @@ def probe_recipe(name: str, overrides: Sequence[str]) -> RecipeFacts:
         config_errors=errors,
         num_gpus=int(cluster.get("gpus_per_node", 0)),
         needs_cuda=policy.get("device") == "cuda" and not cluster.get("address"),
-        needs_vllm=_needs_vllm(values),
+        needs_vllm=vllm_key(config) is not None,
         models=models,
         data_problems=dict(_data_problems(values.get("data", {}))),
         gym_problems=dict(_gym_problems(values.get("env", {}))),
@@ -105,23 +105,12 @@ def _path_errors(config: Any) -> Iterator[str]:
     from nemo_rl.observability.console import check_writable
 
     checks = [functools.partial(check_model_names, config)]
-    for key in OUTPUT_DIRECTORIES:
-        directory = functools.reduce(lambda value, part: getattr(value, part, None), key.split("."), config)
-        if isinstance(directory, str):
-            checks.append(functools.partial(check_writable, key, directory))
+    checks += [functools.partial(check_writable, key, directory) for key, directory in output_directories(config)]
     for check in checks:
         try:
             check()
         except ConfigError as error:
             yield str(error)
-
-
-def _needs_vllm(values: Mapping[str, Any]) -> bool:
-    """Return whether the recipe samples with vLLM in a process of its own choice, not by a server or another engine."""
-    server = values.get("server")
-    if server is not None:
-        return not server.get("address") and server.get("backend") == "vllm"
-    return (values["policy"].get("generation") or {}).get("backend") == "vllm"
 
 
 def _resolve(config: Any, facts: RecipeFacts) -> RecipeFacts:

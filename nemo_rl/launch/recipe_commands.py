@@ -11,7 +11,7 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,9 +122,8 @@ class Job:
         from nemo_rl.observability.console import check_writable
 
         check_model_names(config)
-        for key in OUTPUT_DIRECTORIES:
-            if isinstance(directory := _value_at(config, key), str):
-                check_writable(key, directory)
+        for key, directory in output_directories(config):
+            check_writable(key, directory)
         if not parsed.dry_run:
             _check_vllm(config)
             if isinstance(cluster := getattr(config, "cluster", None), ClusterConfig):
@@ -139,11 +138,24 @@ class Job:
 
 def _check_vllm(config: object) -> None:
     """Raise ConfigError if the run would start vLLM where it is not installed: before anything slow is imported."""
-    key = "policy.generation.backend" if _value_at(config, "server") is None else "server.backend"
-    is_started_here = _value_at(config, key) == "vllm" and _value_at(config, "server.address") is None
-    if is_started_here and importlib.util.find_spec("vllm") is None:
+    key = vllm_key(config)
+    if key is not None and importlib.util.find_spec("vllm") is None:
         problem = f"vLLM is not installed (docs/install.md); {key}=hf samples with transformers, and needs no more"
         raise ConfigError(key, "vllm", problem)
+
+
+def vllm_key(config: object) -> str | None:
+    """Return the key by which a run starts vLLM itself; None if it samples otherwise, or from a server."""
+    key = "policy.generation.backend" if _value_at(config, "server") is None else "server.backend"
+    is_started_here = _value_at(config, key) == "vllm" and _value_at(config, "server.address") is None
+    return key if is_started_here else None
+
+
+def output_directories(config: object) -> Iterator[tuple[str, str]]:
+    """Yield the directories that a run writes to, by key."""
+    for key in OUTPUT_DIRECTORIES:
+        if isinstance(directory := _value_at(config, key), str):
+            yield key, directory
 
 
 def _check_restarts(config: object) -> None:
