@@ -310,18 +310,20 @@ def memory_plan(config: AnyTrainingConfig, layout: Layout) -> MemoryPlan:
 
 def sampling_memory_plan(*configs: SampledRunConfig, device: Device = "cuda") -> MemoryPlan:
     """Return the plan of engines that only sample, one after the other, on `device`: collections and evaluations."""
-    server = configs[0].server
-    if server.address is not None:
+    if configs[0].server.address is not None:
         return MemoryPlan("the server's own")
-    if device == "cpu":
-        return _sampling_plan_on_cpu(configs)
+    try:
+        return _plan_sampling_on_cpu(configs) if device == "cpu" else _plan_sampling_on_gpus(configs)
+    except UnknownShapeError as error:
+        return MemoryPlan(f"unknown: {error}")
+
+
+def _plan_sampling_on_gpus(configs: Sequence[SampledRunConfig]) -> MemoryPlan:
+    server = configs[0].server
     capacity, title = _capacity(configs[0])
     lines, problems = [], []
     for config in configs:
-        try:
-            shape = find_shape("policy.model_name", config.policy.model_name)
-        except UnknownShapeError as error:
-            return MemoryPlan(f"unknown: {error}")
+        shape = find_shape("policy.model_name", config.policy.model_name)
         engine = EngineMemory(
             shape=shape,
             utilization=server.gpu_memory_utilization,
@@ -336,14 +338,10 @@ def sampling_memory_plan(*configs: SampledRunConfig, device: Device = "cuda") ->
     return MemoryPlan(title, lines, problems)
 
 
-def _sampling_plan_on_cpu(configs: Sequence[SampledRunConfig]) -> MemoryPlan:
-    """Return the plan of engines in this machine's memory."""
+def _plan_sampling_on_cpu(configs: Sequence[SampledRunConfig]) -> MemoryPlan:
     lines, problems = [], []
     for config in configs:
-        try:
-            shape = find_shape("policy.model_name", config.policy.model_name)
-        except UnknownShapeError as error:
-            return MemoryPlan(f"unknown: {error}")
+        shape = find_shape("policy.model_name", config.policy.model_name)
         weights = _bytes_of(config.policy.precision) * shape.parameters
         moment = Moment(shape.name, {"weights": weights, "engine": CPU_CACHE_BYTES, "processes": PROCESS_BYTES})
         lines.append(str(moment))

@@ -218,8 +218,6 @@ def required_logprobs(config: GRPORunConfig, loss_fn: LossFn, estimator: Advanta
     required = estimator.required_keys | loss_fn.required_keys
     if config.grpo.seq_logprob_error_threshold is not None or (num_steps > 1 and config.loss_fn.uses_prev_logprobs):
         required |= {keys.PREV_LOGPROBS}
-    if config.policy.router_replay.records_own:
-        required |= {keys.PREV_LOGPROBS}
     return RequiredLogprobs(
         previous=keys.PREV_LOGPROBS in required or config.policy.router_replay.records_own,
         reference=keys.REFERENCE_LOGPROBS in required,
