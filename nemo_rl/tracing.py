@@ -23,6 +23,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 AttributeValue: TypeAlias = str | int | float | bool
 
 DRIVER = "driver"  # the track of spans without a parent that name none
+ROLLOUT = "rollout"  # span of a rollout
+GENERATION = "generation"  # span of its wait for the engine
+MICRO_BATCH = "micro_batch"  # span of what the policy does with one
 FLUSH_S = 0.5  # between two writes of a trace
 MAX_PENDING = 200_000  # records not yet written; later ones are dropped and counted
 

@@ -6,13 +6,13 @@ from typing import Protocol
 from nemo_rl.algorithms.training_run import TrainingRun
 from nemo_rl.algorithms.validation import ValidationResult
 from nemo_rl.interfaces import Logger
+from nemo_rl.metric_names import COLLECTION_PHASES, POLICY_PHASES
 from nemo_rl.observability.console import Progress
 from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.types import FailureClass, Trajectory
 
-POLICY_PHASES = ("policy_and_reference_logprobs", "policy_training")
 WAITING_PHASES = {
-    "generation": ("generation", "exposed_generation"),
+    "generation": COLLECTION_PHASES,
     "teachers": ("teacher_logprobs",),
     "weight_sync": ("weight_sync",),
     "checkpointing": ("checkpointing",),

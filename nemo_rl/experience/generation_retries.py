@@ -12,6 +12,7 @@ from nemo_rl.errors import GenerationError
 from nemo_rl.experience.supervision import StallWatchdog
 from nemo_rl.generation.requests import answer_by_deadline, generate_by_deadline
 from nemo_rl.interfaces import Generation
+from nemo_rl.tracing import GENERATION
 from nemo_rl.types import Completion, FailedRequest, Failure, FailureClass, GenerationRequest
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ async def generate_with_retries(
         if attempt:
             with watchdog.waiting_for("generation to be retried", len(pending)):
                 await asyncio.sleep(retries.backoff_s * 2 ** (attempt - 1))
-        with watchdog.waiting_for("generation", len(pending)):
+        with watchdog.waiting_for(GENERATION, len(pending)):
             failure = await _try_generate(generation, pending, watchdog, completions, failures)
         pending = [request for request in pending if request.request_id not in completions]
         if not pending:

@@ -1,11 +1,10 @@
 """The span of a rollout, which holds all that it waits for."""
 
 from nemo_rl.experience.turns import RolloutJob
-from nemo_rl.tracing import AnySpan, span
+from nemo_rl.tracing import ROLLOUT, AnySpan, span
 from nemo_rl.types import Trajectory
 
-ROLLOUT = "rollout"  # the name of the spans
-ROLLOUTS = "rollouts"  # their track
+ROLLOUTS = "rollouts"  # the track
 
 
 def begin_rollout_span(job: RolloutJob) -> AnySpan:

@@ -28,7 +28,7 @@ from nemo_rl.gateway.sessions import CallFailure, PendingCall, Session, UnknownE
 from nemo_rl.gateway.streaming import ResponseStream, choose_interval_s
 from nemo_rl.generation.requests import answer_by_deadline
 from nemo_rl.interfaces import Generation
-from nemo_rl.tracing import span, within
+from nemo_rl.tracing import GENERATION, span, within
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Message, SamplingParams
 
 MAX_CHARACTERS_PER_TOKEN = 32  # a conversation with more per token of context length is refused without encoding it
@@ -140,7 +140,7 @@ class CompletionHandler:
             generation_request = _make_generation_request(call, sampling, seed, self._rules, live)
             with_token_ids = is_named or request.return_token_ids
             work = self._answer(request, generation_request, with_token_ids=with_token_ids, sink=sink)
-            with within(live.span), span("generation", "gateway"):
+            with within(live.span), span(GENERATION, "gateway"):
                 answer = await _run_unless_closed(work, live)
             is_trained = request.guide is None or not live.trains
             live.session.commit(

@@ -17,10 +17,8 @@ from nemo_rl.loss_types import Normalizer
 from nemo_rl.policy.packing import deal, pack_for_ranks
 from nemo_rl.policy.prefix_tree import pack_trees
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
-from nemo_rl.tracing import span
+from nemo_rl.tracing import MICRO_BATCH, span
 from nemo_rl.types import TrainingBatch
-
-MICRO_BATCH = "micro_batch"  # the name of its span
 
 
 def expected_optimizer_steps(num_samples_per_step: int, train_global_batch_size: int) -> int:

@@ -1,12 +1,15 @@
 """For each bottleneck of a bubble table, the key that moves it, in which direction, and the seconds it may save."""
 
 import re
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.trace.bubbles import TAIL, Bubbles
-from nemo_rl.trace.timeline import GENERATION, Timeline
+from nemo_rl.trace.intervals import open_counts
+from nemo_rl.trace.timeline import Timeline
+from nemo_rl.tracing import GENERATION
 
 MIN_SHARE = 0.05  # of a step; less is not worth a key
 DEFAULT_MAX_NUM_SEQS = 256  # of an engine without `max_num_seqs`, on a CPU
@@ -177,20 +180,15 @@ def fixed_cost(timeline: Timeline) -> tuple[float, int]:
     points = [(int(s.attributes["num_tokens"]), (s.end_ns - s.start_ns) / 1e9) for s in timeline.micro_batches]
     if len({tokens for tokens, _ in points}) < 2:
         return 0.0, max((tokens for tokens, _ in points), default=0)
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    return max(mean_y - max(slope, 0.0) * mean_x, 0.0), max(x for x, _ in points)
+    tokens, seconds = zip(*points, strict=True)
+    line = statistics.linear_regression(tokens, seconds)
+    fixed_s = line.intercept if line.slope > 0 else statistics.fmean(seconds)
+    return max(fixed_s, 0.0), max(tokens)
 
 
 def most_at_once(timeline: Timeline) -> int:
     """Return the most rollouts that waited for the engine at once."""
-    events = sorted([(start, 1) for start, _ in timeline.generation] + [(end, -1) for _, end in timeline.generation])
-    count = most = 0
-    for _, change in events:
-        count += change
-        most = max(most, count)
-    return most
+    return max((count for _, count in open_counts(timeline.generation)), default=0)
 
 
 def lookup(config: Config, key: str) -> Any:

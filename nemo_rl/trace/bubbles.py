@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 
+from nemo_rl.metric_names import COLLECTION_PHASES, POLICY_PHASES
 from nemo_rl.trace import intervals
 from nemo_rl.trace.intervals import Interval
-from nemo_rl.trace.timeline import COLLECTION, GENERATION, Segment, Step, Timeline
+from nemo_rl.trace.timeline import Segment, Step, Timeline
+from nemo_rl.tracing import GENERATION
 
-TRAINING = ("policy_training", "policy_and_reference_logprobs")  # the phases in which the policy computes
 TAIL = "generation: few rollouts left"
 TAIL_SHARE = 0.25  # of the most that ran at once in a wait, below which an engine is nearly empty
 NUM_WARM_UP_STEPS = 1  # left out if others follow: the first step compiles and fills caches
@@ -44,7 +45,7 @@ def count_bubbles(timeline: Timeline, *, num_longest: int = 5) -> Bubbles | None
     engine = intervals.union(timeline.generation)
     busy_ns, engine_ns, waits, links = 0, 0, Counter[str](), list[Segment]()
     for step in steps:
-        training = intervals.union(each for name in TRAINING for each in step.phases.get(name, ()))
+        training = intervals.union(each for name in POLICY_PHASES for each in step.phases.get(name, ()))
         busy_ns += intervals.total(training)
         engine_ns += intervals.total(intervals.clip(engine, step.start_ns, step.end_ns))
         for segment in _waits(timeline, step):
@@ -65,21 +66,21 @@ def count_bubbles(timeline: Timeline, *, num_longest: int = 5) -> Bubbles | None
 
 def _waits(timeline: Timeline, step: Step) -> list[Segment]:
     """Return what the trainer waited for in a step while it did not compute, without overlaps."""
-    taken = intervals.union(each for name in TRAINING for each in step.phases.get(name, ()))
+    taken = intervals.union(each for name in POLICY_PHASES for each in step.phases.get(name, ()))
     segments: list[Segment] = []
     for name, phase in step.phases.items():
-        if name in TRAINING:
+        if name in POLICY_PHASES:
             continue
         free = [gap for start, end in intervals.union(phase) for gap in intervals.gaps(taken, start, end)]
         for start, end in free:
-            segments += _by_cause(timeline, start, end) if name in COLLECTION else [Segment(name, start, end)]
+            segments += _by_cause(timeline, start, end) if name in COLLECTION_PHASES else [Segment(name, start, end)]
         taken = intervals.union([*taken, *free])
     return segments
 
 
 def _by_cause(timeline: Timeline, start_ns: int, end_ns: int) -> list[Segment]:
     """Return the critical path of a wait for rollouts; generation is divided where few rollouts are left."""
-    tail_from = find_tail([each for each in timeline.generation if each[0] < end_ns and each[1] > start_ns])
+    tail_from = find_tail(timeline.generation_within(start_ns, end_ns))
     return [
         part
         for segment in timeline.critical_path(start_ns, end_ns)
@@ -98,10 +99,6 @@ def find_tail(spans: Sequence[Interval]) -> int:
 
     Example: of 8 that begin at 0 and end at 1, 2, ..., 8, two are left from 6 on.
     """
-    events = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
-    counts = list(accumulate(change for _, change in events))
-    limit = max(counts, default=0) * TAIL_SHARE
-    return max(
-        (at for (at, change), count in zip(events, counts, strict=True) if count - change > limit),
-        default=0,
-    )
+    counts = intervals.open_counts(spans)
+    limit = max((count for _, count in counts), default=0) * TAIL_SHARE
+    return max((at for (_, before), (at, _) in pairwise([(0, 0), *counts]) if before > limit), default=0)

@@ -1,6 +1,7 @@
-"""Sets of time intervals in nanoseconds: disjoint, in order."""
+"""Time intervals in nanoseconds. A set of them is disjoint and in order; `union` makes one of any."""
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import TypeAlias
 
 Interval: TypeAlias = tuple[int, int]
@@ -31,3 +32,10 @@ def gaps(covered: Sequence[Interval], start: int, end: int) -> list[Interval]:
 def total(intervals: Iterable[Interval]) -> int:
     """Return the length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
+
+
+def open_counts(intervals: Iterable[Interval]) -> list[tuple[int, int]]:
+    """Return how many of any intervals are open after each of their starts and ends: (time, count), by time."""
+    events = sorted(event for start, end in intervals for event in ((start, 1), (end, -1)))
+    counts = accumulate(change for _, change in events)
+    return [(at, count) for (at, _), count in zip(events, counts, strict=True)]

@@ -1,22 +1,20 @@
 """The spans of a run by step, and the path through them that decided how long each wait was."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.observability.trace_file import TRACE_FILE, read_trace
 from nemo_rl.trace import intervals
 from nemo_rl.trace.intervals import Interval
-from nemo_rl.tracing import SpanRecord
+from nemo_rl.tracing import GENERATION, MICRO_BATCH, ROLLOUT, SpanRecord
 
 STEP = "total_step_time"
-COLLECTION = ("generation", "exposed_generation")  # the trainer's phases in which it waits for rollouts
-ROLLOUT = "rollout"
-GENERATION = "generation"  # the wait of a rollout for the engine
 OTHER = "other"  # time of a rollout in which it waits for nothing that has a name
 
 
@@ -62,6 +60,12 @@ class Timeline:
     waits: Mapping[int, Sequence[SpanRecord]]  # of each rollout, by its span id, in order
     generation: list[Interval]  # of single rollouts, in the order of their starts
     micro_batches: list[SpanRecord] = field(default_factory=list)
+    _ends: list[int] = field(init=False)  # of the rollouts
+    _longest_ns: int = field(init=False)  # of `generation`
+
+    def __post_init__(self) -> None:
+        self._ends = [rollout.end_ns for rollout in self.rollouts]
+        self._longest_ns = max((end - start for start, end in self.generation), default=0)
 
     @classmethod
     def read(cls, run_dir: Path) -> "Timeline":
@@ -83,7 +87,7 @@ class Timeline:
                 phases[int(span.attributes["step"])][span.name].append((span.start_ns, span.end_ns))
             elif span.name == ROLLOUT:
                 rollouts.append(span)
-            elif span.name == "micro_batch":
+            elif span.name == MICRO_BATCH:
                 micro_batches.append(span)
             else:
                 waits[span.parent_id].append(span)
@@ -98,18 +102,23 @@ class Timeline:
         )
         return cls(list(_make_steps(phases)), rollouts, waits, generation, micro_batches)
 
+    def generation_within(self, start_ns: int, end_ns: int) -> list[Interval]:
+        """Return the waits of single rollouts for the engine that overlap a window."""
+        first = bisect_right(self.generation, start_ns - self._longest_ns, key=itemgetter(0))
+        last = bisect_left(self.generation, end_ns, key=itemgetter(0))
+        return [each for each in self.generation[first:last] if each[1] > start_ns]
+
     def critical_path(self, start_ns: int, end_ns: int) -> list[Segment]:
         """Return what a wait for rollouts from `start_ns` to `end_ns` was spent on, latest first.
 
         It ends with the rollout that ended last in it, which is followed back to its start; before that counts the
         rollout that had ended last then, as it made room.
         """
-        ends = [rollout.end_ns for rollout in self.rollouts]
         path: list[Segment] = []
         until = end_ns
         while until > start_ns:
-            at = bisect_right(ends, until) - 1
-            if at < 0 or ends[at] <= start_ns:
+            at = bisect_right(self._ends, until) - 1
+            if at < 0 or self._ends[at] <= start_ns:
                 path.append(Segment(OTHER, start_ns, until))
                 break
             rollout = self.rollouts[at]
