@@ -14,7 +14,7 @@ from nemo_rl.generation.hf import HFGeneration
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.quickstart.models import make_model, make_tokenizer, student
 from tests.contracts.engines import MAX_MODEL_LEN, save_tiny_model, section
-from tests.contracts.layouts import MULTIPLE, Layouts
+from tests.contracts.layouts import Layouts
 from tests.contracts.openai_server import MAX_LOGPROBS, SERVED_NAME, openai_server
 from tests.contracts.openai_server import MAX_MODEL_LEN as SERVED_MODEL_LEN
 from tests.contracts.rank_pool import RankPool
@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="package")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    running = RankPool(tmp_path_factory.mktemp("ranks"), MULTIPLE.values())
+    running = RankPool(tmp_path_factory.mktemp("ranks"))
     yield running
     running.close()
 

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a policy, kept for a whole test session.
+"""Processes that are the ranks of a policy, kept while tests use them.
 
 Importing torch and transformers takes seconds, so one process imports them and forks all ranks; each then waits for
 jobs. A job is a function of a layout, called on all of its ranks at once. As in a run, a process has one layout: no
@@ -8,7 +8,7 @@ process group is ever given back, and with hundreds of them a process has a thou
 import faulthandler
 import pickle
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -21,6 +21,10 @@ from nemo_rl.policy.ranks import RankLayout
 
 JOB_TIMEOUT_S = 240.0
 COLLECTIVE_TIMEOUT_S = 200.0
+MAX_RANKS = 28  # processes at once; each keeps some 100 MB that it does not share
+
+_FORKED = get_context("forkserver")
+_FORKED.set_forkserver_preload(["tests.contracts.rank_imports"])
 
 Job = Callable[..., Any]
 
@@ -54,88 +58,94 @@ class Mesh:
         return {"megatron_cfg": {"enabled": True, **sizes}}
 
 
-class RankPool:
-    """A group of ranks for each mesh, all forked together and used in turn."""
+class _Group:
+    """The ranks of a mesh, which are processes."""
 
-    def __init__(self, directory: Path, meshes: Iterable[Mesh]) -> None:
-        self._directory = directory
-        context = get_context("spawn")
-        pipes = {mesh: [context.Pipe() for _ in range(mesh.world_size)] for mesh in meshes}
-        self._connections = {mesh: [ours for ours, _ in pairs] for mesh, pairs in pipes.items()}
-        theirs = [connection for pairs in pipes.values() for _, connection in pairs]
-        self._parent = context.Process(target=_fork_ranks, args=(theirs,))
-        self._parent.start()
-        for connection in theirs:
-            connection.close()
+    def __init__(self, mesh: Mesh, meeting_point: str) -> None:
+        self._mesh, self._meeting_point = mesh, meeting_point
+        pipes = [_FORKED.Pipe() for _ in range(mesh.world_size)]
+        self._connections = [ours for ours, _ in pipes]
+        self._processes = [_FORKED.Process(target=_serve, args=(theirs,), daemon=True) for _, theirs in pipes]
+        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
+            process.start()
+            theirs.close()
 
-    def run(self, mesh: Mesh, job: Job, **arguments: Any) -> list[Any]:
-        """Return the job's result on each rank; raise what its first failing rank raised, and drop the group."""
-        connections = self._connections[mesh]
-        for rank, connection in enumerate(connections):
-            connection.send_bytes(pickle.dumps((job, self._layout(mesh, rank), arguments)))
-        return [self._answer(mesh, connection) for connection in connections]
+    def run(self, job: Job, arguments: dict[str, Any]) -> list[Any]:
+        for rank, connection in enumerate(self._connections):
+            connection.send_bytes(pickle.dumps((job, self._layout(rank), arguments)))
+        return [self._answer(connection) for connection in self._connections]
 
     def close(self) -> None:
-        for connection in (c for group in self._connections.values() for c in group):
+        for connection in self._connections:
             connection.close()
-        self._parent.join(timeout=60)
-        self._parent.kill()
+        for process in self._processes:
+            process.kill()
+            process.join()
 
-    def _layout(self, mesh: Mesh, rank: int) -> RankLayout:
+    def _layout(self, rank: int) -> RankLayout:
+        mesh = self._mesh
         return RankLayout(
             rank=rank,
             data_parallel_size=mesh.data_parallel_size,
             tensor_parallel_size=mesh.tensor_parallel_size,
             pipeline_parallel_size=mesh.pipeline_parallel_size,
             expert_parallel_size=mesh.expert_parallel_size if mesh.backend == "fsdp2" else 1,
-            init_method=f"file://{self._directory}/group-{list(self._connections).index(mesh)}",
+            init_method=f"file://{self._meeting_point}",
             timeout_s=COLLECTIVE_TIMEOUT_S,
         )
 
-    def _answer(self, mesh: Mesh, connection: Connection) -> Any:
+    def _answer(self, connection: Connection) -> Any:
         if not connection.poll(JOB_TIMEOUT_S):
-            raise TimeoutError(f"a rank of {mesh} did not answer in {JOB_TIMEOUT_S} s")
+            raise TimeoutError(f"a rank of {self._mesh} did not answer in {JOB_TIMEOUT_S} s")
         try:
             is_good, value = pickle.loads(connection.recv_bytes())
         except EOFError:
             is_good, value = False, "it has ended; where is written to standard error"
         if not is_good:
-            for one in self._connections[mesh]:
-                one.close()
-            raise RuntimeError(f"on a rank of {mesh}:\n{value}")
+            raise RuntimeError(f"on a rank of {self._mesh}:\n{value}")
         return value
 
 
-def _fork_ranks(connections: list[Connection]) -> None:
-    """Return the process that has imported everything, by importing this module and the jobs' modules."""
-    import tests.contracts.policies  # noqa: F401  the jobs, and with them transformers
-    from nemo_rl.policy.megatron.start import import_megatron
+class RankPool:
+    """Groups of ranks by mesh, begun when first asked for; the longest unused end when there are too many."""
 
-    import_megatron()
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._groups: dict[Mesh, _Group] = {}  # the last used last
+        self._num_begun = 0
 
-    context = get_context("fork")
-    ranks = [context.Process(target=_serve, args=(connection, connections)) for connection in connections]
-    for rank in ranks:
-        rank.start()
-    for connection in connections:
-        connection.close()
-    for rank in ranks:
-        rank.join()
+    def run(self, mesh: Mesh, job: Job, **arguments: Any) -> list[Any]:
+        """Return the job's result on each rank; raise what its first failing rank raised, and end the group."""
+        group = self._groups.pop(mesh, None) or self._begin(mesh)
+        try:
+            results = group.run(job, arguments)
+        except BaseException:
+            group.close()
+            raise
+        self._groups[mesh] = group
+        return results
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.close()
+
+    def _begin(self, mesh: Mesh) -> _Group:
+        while sum(each.world_size for each in self._groups) + mesh.world_size > MAX_RANKS:
+            self._groups.pop(next(iter(self._groups))).close()
+        self._num_begun += 1
+        return _Group(mesh, f"{self._directory}/group-{self._num_begun}")
 
 
-def _serve(own: Connection, all_connections: list[Connection]) -> None:
-    for connection in all_connections:
-        if connection is not own:
-            connection.close()
+def _serve(connection: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     while True:
         try:
-            job, layout, arguments = pickle.loads(own.recv_bytes())
+            job, layout, arguments = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
             answer = (True, job(layout, **arguments))
         except BaseException:
             answer = (False, traceback.format_exc())
-        own.send_bytes(pickle.dumps(answer))
+        connection.send_bytes(pickle.dumps(answer))
