@@ -65,7 +65,7 @@ class _Group:
         self._mesh, self._meeting_point = mesh, meeting_point
         pipes = [_FORKED.Pipe() for _ in range(mesh.world_size)]
         self._connections = [ours for ours, _ in pipes]
-        self._processes = [_FORKED.Process(target=_serve, args=(theirs,), daemon=True) for _, theirs in pipes]
+        self._processes = [_FORKED.Process(target=_serve, args=(theirs,)) for _, theirs in pipes]
         for process, (_, theirs) in zip(self._processes, pipes, strict=True):
             process.start()
             theirs.close()
