@@ -82,6 +82,9 @@ def _check_shared_prefixes(key: str, model: PolicyConfig | TeacherConfig) -> Non
         problem = f"{key}.server computes its scores itself; allowed: false"
     elif not model.parallelism.SHARES_PREFIXES:
         problem = f"the backend {model.parallelism.title or model.backend} does not share prefixes; allowed: false"
+    elif model.context_parallel_size > 1:
+        slices = f"{key}.{model.backend_key}.context_parallel_size is {model.context_parallel_size}"
+        problem = f"{slices}: trees of prefixes are not cut into slices; allowed: false"
     elif packing.algorithm != default:
         where, problem = f"{section}.algorithm", f"{section}.share_prefixes packs whole groups; allowed: {default}"
         raise ConfigError(where, packing.algorithm, problem)

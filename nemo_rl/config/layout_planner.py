@@ -37,11 +37,12 @@ def assign_ranks(pool: DevicePool, model: ParallelModelConfig, device: Device, *
 
 
 def _check_experts(model: ParallelModelConfig, data: int, key: str) -> None:
-    """Check that the ranks that together hold a layer's experts are some of those that share the samples."""
-    experts = model.parallelism.num_expert_parallel_ranks
-    if data % experts:
+    """Check that the ranks that together hold a layer's experts are some of those with different tokens."""
+    experts, context = model.parallelism.num_expert_parallel_ranks, model.context_parallel_size
+    if data * context % experts:
         size_key = f"{key}.{model.backend_key}.{model.parallelism.EXPERT_PARALLEL_KEY}"
-        raise ConfigError(size_key, experts, f"must divide the {data} data parallel ranks, which exchange tokens")
+        ranks = f"{data * context} data{' and context' if context > 1 else ''} parallel ranks"
+        raise ConfigError(size_key, experts, f"must divide the {ranks}, which exchange tokens")
 
 
 def _check_gpus(pool: DevicePool, model: ParallelModelConfig, key: str) -> None:
@@ -51,19 +52,22 @@ def _check_gpus(pool: DevicePool, model: ParallelModelConfig, key: str) -> None:
     tensor_key = f"{section}.{parallelism.TENSOR_PARALLEL_KEY}"
     pipeline_key = f"{section}.{parallelism.PIPELINE_PARALLEL_KEY or parallelism.TENSOR_PARALLEL_KEY}"
     data, tensor, stages = model.data_parallel_size, model.tensor_parallel_size, model.pipeline_parallel_size
+    context, context_key = model.context_parallel_size, f"{section}.context_parallel_size"
+    slices = f" and {context_key} = {context}" if context > 1 else ""
     if len(pool.gpus) % tensor:
         raise ConfigError(tensor_key, tensor, f"must divide the {len(pool.gpus)} GPUs that {owner} has on a node")
     has = f"{owner} has {pool.num_gpus} (cluster.num_nodes, cluster.gpus_per_node)"
     if model.model_parallel_size > pool.num_gpus:
+        named, size = (context_key, context) if context > 1 else (pipeline_key, stages)
         raise ConfigError(
-            pipeline_key,
-            stages,
+            named,
+            size,
             f"with {tensor_key} = {tensor} these are {model.model_parallel_size} ranks, one GPU each; {has}; allowed: "
-            f"at most {pool.num_gpus // tensor}",
+            f"at most {pool.num_gpus * size // model.model_parallel_size}",
         )
     if data is not None and data * model.model_parallel_size > pool.num_gpus:
         has_stages = parallelism.PIPELINE_PARALLEL_KEY is not None
-        sizes = f"{tensor_key} = {tensor}" + (f" and {pipeline_key} = {stages}" if has_stages else "")
+        sizes = f"{tensor_key} = {tensor}{slices}" + (f" and {pipeline_key} = {stages}" if has_stages else "")
         raise ConfigError(
             f"{section}.data_parallel_size",
             data,

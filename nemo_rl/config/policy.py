@@ -123,13 +123,18 @@ class BackendConfig(Section):
         return 1
 
     @property
+    def num_context_parallel_ranks(self) -> int:
+        """Return the number of ranks that share the tokens of each micro-batch."""
+        return 1
+
+    @property
     def num_pipeline_stages(self) -> int:
         """Return the number of stages, each with some of the layers."""
         return 1
 
     @property
     def num_expert_parallel_ranks(self) -> int:
-        """Return the number of data-parallel ranks that together hold the experts of a layer."""
+        """Return the number of data- and context-parallel ranks that together hold the experts of a layer."""
         return 1
 
     @property
@@ -189,14 +194,19 @@ class ParallelModelConfig(Section):
         return self.parallelism.num_tensor_parallel_ranks
 
     @property
+    def context_parallel_size(self) -> int:
+        """Return the number of ranks that share the tokens of each micro-batch."""
+        return self.parallelism.num_context_parallel_ranks
+
+    @property
     def pipeline_parallel_size(self) -> int:
         """Return the number of stages, each with some of the layers."""
         return self.parallelism.num_pipeline_stages
 
     @property
     def model_parallel_size(self) -> int:
-        """Return the number of ranks that hold one copy of the model together and work on the same samples."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        """Return the number of ranks that work on the same samples together."""
+        return self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
 
     @property
     def data_parallel_size(self) -> int | None:

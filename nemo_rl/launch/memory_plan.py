@@ -272,12 +272,14 @@ def _cures(memory: RunMemory) -> list[list[Cure]]:
         ("cpu_offload=true", {"is_offloaded": True}, not (policy.is_offloaded or policy.is_replicated)),
     ]
     gpus = policy.data * policy.tensor * policy.stages
+    contexts = [n for n in (2, 4, 8) if n > policy.context and policy.data % n == 0 and policy.allows_context(n)]
     factors = [2**n for n in range(1, 11) if gpus * 2**n <= MAX_GPUS]
     return [
         shares,
         passes,
         *([Cure(f"++{memory.backend_key}.{text}", "policy", values)] for text, values, helps in switches if helps),
         engines,
+        [Cure(f"++{memory.backend_key}.context_parallel_size={n}", "policy", {"context": n}) for n in contexts],
         [Cure(f"{gpus * n} GPUs for the policy", "policy", {"data": policy.data * n}) for n in factors],
     ]
 
@@ -513,7 +515,8 @@ def _rank_memory(key: str, model: PolicyConfig | TeacherConfig, num_ranks: int) 
     return RankMemory(
         shape=shape,
         compute_bytes=_bytes_of(model.precision),
-        data=max(num_ranks // model.model_parallel_size, 1),
+        data=max(num_ranks // (model.tensor_parallel_size * model.pipeline_parallel_size), 1),
+        context=model.context_parallel_size,
         tensor=model.tensor_parallel_size,
         stages=model.pipeline_parallel_size,
         experts=model.parallelism.num_expert_parallel_ranks,

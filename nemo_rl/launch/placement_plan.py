@@ -96,12 +96,14 @@ def _describe_ranks(model: ParallelModelConfig, layout: Layout, slots: Sequence[
     parallelism = model.parallelism
     text = f"{parallelism.title}, {_pluralize(len(slots), 'rank')}"
     data, experts = len(slots) // model.model_parallel_size, parallelism.num_expert_parallel_ranks
+    context = model.context_parallel_size
     if model.model_parallel_size > 1:
         stages = f"{model.pipeline_parallel_size} pipeline x " if parallelism.PIPELINE_PARALLEL_KEY else ""
-        text += f" ({data} data x {stages}{model.tensor_parallel_size} tensor parallel)"
+        slices = f"{context} context x " if context > 1 else ""
+        text += f" ({data} data x {slices}{stages}{model.tensor_parallel_size} tensor parallel)"
     if experts > 1:
-        copies = f", in {data // experts} copies" if data > experts else ""
-        text += f", experts over {experts} data parallel ranks{copies}"
+        copies = f", in {data * context // experts} copies" if data * context > experts else ""
+        text += f", experts over {experts} data{' and context' if context > 1 else ''} parallel ranks{copies}"
     return f"{text} on {_format_devices(layout, slots)}"
 
 

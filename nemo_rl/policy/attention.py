@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.prefix_tree import PrefixTree
+from nemo_rl.policy.token_layout import ScoredShare
 
 PACKED_ATTENTION = "nemo_rl_within_sequences"
 QUERY_BLOCK = 512  # queries of one problem whose keys begin before them
@@ -75,17 +76,29 @@ class PackedSequences:
         """Return the positions in the pack of the M true entries of [B, T], none of which is padding: [M] int64."""
         return mask[self.is_not_padding].nonzero().squeeze(1)
 
+    def share(self, needed: torch.Tensor) -> ScoredShare:
+        return ScoredShare(self.packed_positions(needed) - 1)
+
 
 def check_packed_attention(model: PreTrainedModel, key: str) -> None:
     """Raise ConfigError for `key` if packed sequences would have other outputs than alone.
 
     Changes the model's attention to the one that takes a `PackedSequences`.
     """
+    if (problem := packing_problem(model)) is not None:
+        raise ConfigError(key, True, f"{problem}; allowed: false")
+
+
+def packing_problem(model: PreTrainedModel) -> str | None:
+    """Return why packed sequences would have other outputs than alone; None if they have the same.
+
+    Changes the model's attention to the one that takes a `PackedSequences`.
+    """
     kind, usual = model.config.model_type, model.config._attn_implementation
     if usual != "sdpa":
-        raise ConfigError(key, True, f"models of type {kind!r} do not compute attention through sdpa; allowed: false")
+        return f"models of type {kind!r} do not compute attention through sdpa"
     if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
-        raise ConfigError(key, True, f"models of type {kind!r} attend within chunks of a row; allowed: false")
+        return f"models of type {kind!r} attend within chunks of a row"
     sequences = [torch.arange(n, device=model.device) % model.config.get_text_config().vocab_size for n in (5, 3)]
     with torch.no_grad(), _short_windows(model):
         alone = torch.cat([model(input_ids=s.unsqueeze(0), use_cache=False).logits[0] for s in sequences])
@@ -93,8 +106,8 @@ def check_packed_attention(model: PreTrainedModel, key: str) -> None:
         pack = PackedSequences.of((5, 3), 5, model.device)
         rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         together = model(**pack.model_inputs(rows), use_cache=False).logits[0]
-    if not torch.allclose(together.float(), alone.float(), rtol=1e-4, atol=1e-4):
-        raise ConfigError(key, True, f"models of type {kind!r} mix the sequences of a pack; allowed: false")
+    is_same = torch.allclose(together.float(), alone.float(), rtol=1e-4, atol=1e-4)
+    return None if is_same else f"models of type {kind!r} mix the sequences of a pack"
 
 
 def check_shared_prefixes(model: PreTrainedModel, key: str) -> None:

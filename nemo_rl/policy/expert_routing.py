@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,32 +22,8 @@ from nemo_rl.config.policy import RouterReplayConfig
 from nemo_rl.distributed.expert_routers import RouterOutput, find_routers, kind_of
 from nemo_rl.errors import PolicyError
 from nemo_rl.policy.ranks import RankLayout
+from nemo_rl.policy.token_layout import TokenLayout
 from nemo_rl.token_columns import ROUTED_EXPERTS
-
-
-class TokenLayout(Protocol):
-    """The order in which a model computes the tokens of rows [B, T]."""
-
-    def lay_out(self, column: torch.Tensor) -> torch.Tensor:
-        """Return a column [B, T, ...] in that order: its first two axes have N entries."""
-        ...
-
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values [N, ...] as a column [B, T, ...], with any value in padding."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedRows:
-    """Rows [B, T] that are computed with their padding."""
-
-    width: int  # T
-
-    def lay_out(self, column: torch.Tensor) -> torch.Tensor:
-        return column
-
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        return values.unflatten(0, (-1, self.width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +108,7 @@ class ExpertRouting:
         """Return the metrics of all passes with gradients since the last call, over all ranks; all ranks call it."""
         self._finish()
         own, self._totals = self._totals, None
-        parts = layout.all_gather_data_parallel(None if own is None else own.cpu())
+        parts = layout.all_gather_shards(None if own is None else own.cpu())
         given = [part for part in parts if part is not None and part.tokens[0] > 0]
         return reduce(add, given).metrics(with_routes=self._config.enabled) if given else {}
 

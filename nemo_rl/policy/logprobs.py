@@ -22,10 +22,12 @@ from transformers import PreTrainedModel
 from nemo_rl.distributed.float32 import float32_product
 from nemo_rl.loss_types import RequiredScores, TokenScores, TopK
 from nemo_rl.policy.attention import PACKED_ATTENTION, PackedSequences, check_packed_attention
-from nemo_rl.policy.expert_routing import ExpertRouting, PaddedRows, TokenLayout
+from nemo_rl.policy.context_parallel import ContextRanks, SlicedSequences, check_context_parallel
+from nemo_rl.policy.expert_routing import ExpertRouting
 from nemo_rl.policy.hf_model import small_model
 from nemo_rl.policy.linear_logprobs import LinearOptions, is_plain_matrix, linear_logprobs
 from nemo_rl.policy.log_softmax import logprobs_and_entropy
+from nemo_rl.policy.token_layout import PaddedRows, ScoredLayout
 from nemo_rl.policy.truncation import WHOLE, Truncation, VocabularyShard
 from nemo_rl.token_columns import SAMPLING_MASK
 
@@ -163,10 +165,12 @@ class CausalLogprobs(nn.Module):
         chunk_size: positions whose logits exist at once; None: all of them.
         packing_key: the configuration key that asks for packed sequences; the model's attention is replaced for good.
             None: sequences are padded.
+        context: the configuration key that asks for slices of packed sequences on several ranks, and their number; the
+            ranks are given as the attribute `context`. Sequences are then packed in any case.
         probe_device: device of the small model for the checks.
 
     Raises:
-        ConfigError: for `packing_key`, if packing would change the model's outputs.
+        ConfigError: for `packing_key` or `context`, if it would change the model's outputs.
     """
 
     def __init__(
@@ -176,6 +180,7 @@ class CausalLogprobs(nn.Module):
         temperature: float,
         chunk_size: int | None,
         packing_key: str | None = None,
+        context: tuple[str, int] | None = None,
         probe_device: torch.device = CPU,
     ) -> None:
         super().__init__()
@@ -187,6 +192,7 @@ class CausalLogprobs(nn.Module):
         self.vocabulary: VocabularyShard | None = None  # this rank's part of a split output layer
         self.has_float32_residual = False  # layers of a bfloat16 model take and return float32
         self.routing: ExpertRouting | None = None  # of a mixture of experts that is trained
+        self.context: ContextRanks | None = None  # ranks that compute slices of each row
         probe = small_model(model, probe_device) if model.device.type == "meta" else self.model
         self.is_chunked = self._supports_chunked_logits(probe)
         if not self.is_chunked:
@@ -195,9 +201,12 @@ class CausalLogprobs(nn.Module):
                 "policy.logprob_chunk_size has no effect",
                 type(model).__name__,
             )
-        self.is_packed = packing_key is not None
-        if packing_key is not None:
+        self.is_packed = packing_key is not None or context is not None
+        if context is not None:
+            check_context_parallel(probe, *context)
+        elif packing_key is not None:
             check_packed_attention(probe, packing_key)
+        if self.is_packed:
             self.model.set_attn_implementation(PACKED_ATTENTION)
 
     def forward(
@@ -224,25 +233,28 @@ class CausalLogprobs(nn.Module):
             that have a gradient.
         """
         needed = F.pad(needed[:, 1:], (1, 0))
-        at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
-        score_query = ScoreQuery.at(at, token_ids, wanted, candidate_ids, columns)
-        inputs: dict[str, Any] = {"input_ids": token_ids}
-        layout: TokenLayout = PaddedRows(token_ids.shape[1])
-        if self.is_packed:
-            pack = PackedSequences.of(
-                lengths or [token_ids.shape[1]] * len(token_ids), token_ids.shape[1], token_ids.device
-            )
-            inputs, layout = pack.model_inputs(token_ids), pack
-            at = pack.packed_positions(needed)
+        at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens
+        layout = self._lay_out(token_ids, lengths)
+        share, inputs = layout.share(needed), layout.model_inputs(token_ids)
+        score_query = ScoreQuery.at(at[share.part], token_ids, wanted, candidate_ids, columns)
         if self.routing is not None:
             self.routing.begin(needed, columns, layout)
         if self.is_chunked:
-            hidden = self._hidden_states(inputs).flatten(0, 1).index_select(0, at - 1)
+            hidden = self._hidden_states(inputs).flatten(0, 1).index_select(0, share.predictors)
             scores = self._score_in_chunks(hidden, score_query)
         else:
             logits = self.model(**inputs, use_cache=False).logits
-            scores = self._score_logits(logits.flatten(0, 1).index_select(0, at - 1).float(), score_query)
+            scores = self._score_logits(logits.flatten(0, 1).index_select(0, share.predictors).float(), score_query)
+        if (ranks := self.context) is not None:
+            scores = map_scores(lambda values: ranks.gather(values[0], share.sizes), [scores])
         return self._with_routes(scatter_scores(scores, needed))
+
+    def _lay_out(self, token_ids: torch.Tensor, lengths: Sequence[int] | None) -> ScoredLayout:
+        width = token_ids.shape[1]
+        if not self.is_packed:
+            return PaddedRows(width)
+        pack = PackedSequences.of(lengths or [width] * len(token_ids), width, token_ids.device)
+        return pack if self.context is None else SlicedSequences.of(pack, self.context)
 
     def _with_routes(self, scores: TokenScores) -> TokenScores:
         return scores if self.routing is None else scores._replace(routes=self.routing.take_live())

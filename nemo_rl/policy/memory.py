@@ -156,12 +156,13 @@ class RankMemory:
 
     shape: ModelShape
     compute_bytes: int = 2  # per number in forward and backward
-    data: int = 1  # ranks that share the samples and, with FSDP2, the weights
+    data: int = 1  # ranks that share the tokens of a step and, with FSDP2, the weights
+    context: int = 1  # of them, those that share each micro-batch
     tensor: int = 1
     stages: int = 1
-    experts: int = 1  # data-parallel ranks that together hold a layer's experts; loads are assumed to be equal
-    train_tokens: int = 0  # per micro-batch
-    score_tokens: int = 0  # per pass without gradients
+    experts: int = 1  # of the data ranks, those that together hold a layer's experts; loads are assumed to be equal
+    train_tokens: int = 0  # per micro-batch, over all ranks that share it
+    score_tokens: int = 0  # per pass without gradients, likewise
     longest: int = 1  # tokens of the longest sample, the least that a micro-batch can have
     chunk: int | None = 1024  # positions whose logits exist at once
     recomputes: bool = False  # activation_checkpointing
@@ -236,7 +237,7 @@ class RankMemory:
     @property
     def activations(self) -> int:
         """Return what a micro-batch keeps between forward and backward."""
-        layers, tokens = math.ceil(self.shape.num_hidden_layers / self.stages), self.train_tokens
+        layers, tokens = math.ceil(self.shape.num_hidden_layers / self.stages), self._slice(self.train_tokens)
         if not self.recomputes:
             return layers * tokens * self.layer_activations
         return layers * tokens * self.compute_bytes * self.shape.hidden_size + tokens * self.layer_activations
@@ -275,7 +276,26 @@ class RankMemory:
         weights = self._whole_weights if self.is_kept_whole else pair
         gathered = 0 if self.is_frozen and self.data == 1 else weights
         buffers = pair if self.data > 1 else 0
-        return gathered + max(buffers, self._logits(LOGIT_BYTES) + 2 * BLOCK_BYTES) + self.score_tokens * widths
+        logits = self._logits(LOGIT_BYTES) + 2 * BLOCK_BYTES
+        return gathered + max(buffers, logits) + self._slice(self.score_tokens) * widths
+
+    def allows_context(self, size: int) -> bool:
+        """Return whether that many ranks can share a micro-batch: they exchange its tokens for equal parts of heads."""
+        heads, groups = self.shape.num_attention_heads // self.tensor, self.shape.num_key_value_heads // self.tensor
+        return not self.is_replicated and heads % size == 0 and (groups % size == 0 or size % groups == 0)
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Return what a rank sends per layer and token of its slice in a forward pass; backward it is as much.
+
+        Queries and the result have all heads, keys and values at least one head per rank.
+
+        Example: 4 ranks, 32 heads of 128 and 8 of keys: bfloat16 2 x 3/4 x (2 x 4096 + 2 x 1024) = 15,360.
+        """
+        shape, heads = self.shape, self.shape.num_attention_heads // self.tensor
+        groups = max(shape.num_key_value_heads // self.tensor, min(self.context, heads))
+        sent = 2 * heads + 2 * groups if self.context > 1 else 0
+        return self.compute_bytes * sent * shape.head_dim * (self.context - 1) // self.context
 
     @property
     def _whole_weights(self) -> int:
@@ -317,6 +337,10 @@ class RankMemory:
     def _root(self) -> int:
         return self.shape.root_parameters // self.tensor
 
+    def _slice(self, tokens: int) -> int:
+        """Return a rank's tokens of a micro-batch."""
+        return -(-tokens // self.context)
+
     def _logits(self, size: int) -> int:
-        tokens = max(self.train_tokens, self.score_tokens)
+        tokens = self._slice(max(self.train_tokens, self.score_tokens))
         return size * min(self.chunk or tokens, tokens) * self.shape.vocab_size // self.tensor

@@ -1,8 +1,9 @@
 """The ranks of a model: their positions, process group and device mesh.
 
-Ranks form a mesh of (pipeline x data x tensor parallel). Tensor-parallel ranks share every layer, data-parallel ranks
-share the samples (and, with FSDP2, the weights), and the pipeline stages, of Megatron only, share the layers. Besides
-the collectives of FSDP2, DTensor and Megatron, a few numbers are exchanged on the CPU.
+Ranks form a mesh of (pipeline x data x context x tensor parallel). Tensor-parallel ranks share every layer,
+context-parallel ranks the tokens of each micro-batch, data-parallel ranks the samples, and the pipeline stages, of
+Megatron only, the layers. With FSDP2 data and context ranks together are the shards: each has a part of the weights.
+Besides the collectives of FSDP2, DTensor and Megatron, a few numbers are exchanged on the CPU.
 """
 
 import atexit
@@ -29,11 +30,13 @@ CHECKPOINT_TIMEOUT_S = 1800.0  # a slow network disk and a large model
 class RankLayout:
     """The position of one rank, and how it finds the others."""
 
-    rank: int = 0  # (stage * data_parallel_size + data-parallel rank) * tensor_parallel_size + tensor-parallel rank
+    # ((stage * data_parallel_size + data rank) * context_parallel_size + context rank) * tensor_parallel_size + ...
+    rank: int = 0
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    expert_parallel_size: int = 1  # of the data-parallel ranks, neighbours that together hold a layer's experts
+    expert_parallel_size: int = 1  # of the shards, neighbours that together hold a layer's experts
+    context_parallel_size: int = 1
     init_method: str | None = None  # "tcp://host:port" of rank 0, or "file:///path"; None: a single rank
     timeout_s: float = 600.0  # deadline of joining and of each collective
 
@@ -42,8 +45,8 @@ class RankLayout:
             raise ValueError(f"rank {self.rank} of {self.world_size}")
         if self.world_size > 1 and self.init_method is None:
             raise ValueError(f"{self.world_size} ranks need an init_method to find each other")
-        if self.data_parallel_size % self.expert_parallel_size:
-            raise ValueError(f"{self.expert_parallel_size} expert of {self.data_parallel_size} data parallel ranks")
+        if self.num_shards % self.expert_parallel_size:
+            raise ValueError(f"{self.expert_parallel_size} expert parallel ranks of {self.num_shards} shards")
 
     @classmethod
     def for_worker(cls, model: ParallelModelConfig, *, rank: int, world_size: int, address: str) -> "RankLayout":
@@ -54,22 +57,32 @@ class RankLayout:
             tensor_parallel_size=model.tensor_parallel_size,
             pipeline_parallel_size=model.pipeline_parallel_size,
             expert_parallel_size=model.parallelism.num_expert_parallel_ranks,
+            context_parallel_size=model.context_parallel_size,
             init_method=f"tcp://{address}" if world_size > 1 else None,
         )
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.num_shards * self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_shards(self) -> int:
+        """Return the number of ranks of a stage with different tokens: over them gradients are summed."""
+        return self.data_parallel_size * self.context_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        return self.rank // self.tensor_parallel_size % self.data_parallel_size
+        return self.rank // self._ranks_per_sample % self.data_parallel_size
+
+    @property
+    def context_parallel_rank(self) -> int:
+        return self.rank // self.tensor_parallel_size % self.context_parallel_size
 
     @property
     def is_dp_leader(self) -> bool:
         """Return whether this rank stands for the ranks of the last stage with the same samples, so that a sum over all
         ranks counts them once."""
-        return self.rank % self.tensor_parallel_size == 0 and self.rank >= self._last_stage_first_rank
+        return self.rank % self._ranks_per_sample == 0 and self.rank >= self._last_stage_first_rank
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks of a tensor on the CPU, in place; the same on every rank."""
@@ -79,6 +92,10 @@ class RankLayout:
 
     def all_gather_data_parallel(self, value: ValueT) -> list[ValueT]:
         """Return the value of each data-parallel rank of the last stage, in order; the same on every rank."""
+        return self.all_gather_object(value)[self._last_stage_first_rank :: self._ranks_per_sample]
+
+    def all_gather_shards(self, value: ValueT) -> list[ValueT]:
+        """Return the value of each shard of the last stage, in order; the same on every rank."""
         return self.all_gather_object(value)[self._last_stage_first_rank :: self.tensor_parallel_size]
 
     def all_gather_object(self, value: ValueT) -> list[ValueT]:
@@ -90,8 +107,13 @@ class RankLayout:
         return cast(list[ValueT], values)
 
     @property
+    def _ranks_per_sample(self) -> int:
+        """Return the number of neighbours of a stage that compute the same samples."""
+        return self.context_parallel_size * self.tensor_parallel_size
+
+    @property
     def _last_stage_first_rank(self) -> int:
-        return (self.pipeline_parallel_size - 1) * self.data_parallel_size * self.tensor_parallel_size
+        return (self.pipeline_parallel_size - 1) * self.num_shards * self.tensor_parallel_size
 
 
 SINGLE_RANK = RankLayout()
@@ -142,12 +164,17 @@ def _make_store(layout: RankLayout) -> dist.Store | None:
 
 
 def device_mesh(layout: RankLayout, device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks with the dimensions "dp" and "tp"; all ranks call it in the same order.
+    """Return the mesh of all ranks with the dimensions "shards" and "tp"; all ranks call it in the same order.
 
     With expert parallelism it also has "ep", the ranks that together hold the experts, and "edp", those that hold the
-    same ones; "dp" is both together.
+    same ones; "shards" is both together.
     """
-    return _mesh(device.type, layout.data_parallel_size, layout.tensor_parallel_size, layout.expert_parallel_size)
+    return _mesh(device.type, layout.num_shards, layout.tensor_parallel_size, layout.expert_parallel_size)
+
+
+def context_group(layout: RankLayout) -> dist.ProcessGroup:
+    """Return the group of the ranks that share this rank's micro-batches; all ranks call it in the same order."""
+    return _strided_group(layout.world_size, layout.context_parallel_size, layout.tensor_parallel_size)
 
 
 @lru_cache
@@ -157,12 +184,20 @@ def checkpoint_group() -> dist.ProcessGroup:
 
 
 @lru_cache
-def _mesh(device_type: str, data: int, tensor: int, expert: int) -> DeviceMesh:
+def _mesh(device_type: str, shards: int, tensor: int, expert: int) -> DeviceMesh:
     if expert == 1:
-        return init_device_mesh(device_type, (data, tensor), mesh_dim_names=("dp", "tp"))
-    mesh = init_device_mesh(device_type, (data // expert, expert, tensor), mesh_dim_names=("edp", "ep", "tp"))
-    mesh["edp", "ep"]._flatten("dp")
+        return init_device_mesh(device_type, (shards, tensor), mesh_dim_names=("shards", "tp"))
+    mesh = init_device_mesh(device_type, (shards // expert, expert, tensor), mesh_dim_names=("edp", "ep", "tp"))
+    mesh["edp", "ep"]._flatten("shards")
     return mesh
+
+
+@lru_cache
+def _strided_group(num_ranks: int, size: int, stride: int) -> dist.ProcessGroup:
+    """Return this rank's group of `size` ranks that are `stride` apart."""
+    ranks = torch.arange(num_ranks, device="cpu").view(-1, size, stride).transpose(1, 2).reshape(-1, size)
+    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    return cast(dist.ProcessGroup, own)
 
 
 def _destroy_process_group() -> None:

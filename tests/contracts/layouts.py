@@ -43,8 +43,16 @@ EXPERTS_OVER_RANKS = {
     "ep 4": Mesh(4, expert_parallel_size=4),
     "ep 2 tp 2": Mesh(2, 2, expert_parallel_size=2),
 }
+CONTEXT = {
+    "cp 2": Mesh(1, context_parallel_size=2),
+    "cp 4": Mesh(1, context_parallel_size=4),
+    "cp 2 dp 2": Mesh(2, context_parallel_size=2),
+    "cp 2 tp 2": Mesh(1, 2, context_parallel_size=2),
+    "cp 2 ep 2": Mesh(1, context_parallel_size=2, expert_parallel_size=2),
+    "cp 2 dp 2 ep 4": Mesh(2, context_parallel_size=2, expert_parallel_size=4),
+}
 DENSE = FSDP2 | MEGATRON | COPIES_OF_STAGES  # layouts of every model
-MULTIPLE = DENSE | EXPERTS_OVER_RANKS | EXPERTS
+MULTIPLE = DENSE | EXPERTS_OVER_RANKS | EXPERTS | CONTEXT
 LAYOUTS = ("plain", "fsdp2 alone", *FSDP2, *MEGATRON)
 FEWER = ("plain", "fsdp2 alone", *FSDP2, *MEGATRON_TOGETHER)
 SPLIT_MODELS = ("qwen2", "llama", "qwen3")  # tied, untied with biases, norms of heads

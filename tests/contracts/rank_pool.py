@@ -39,16 +39,19 @@ class Mesh:
     backend: str = "fsdp2"
     expert_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+        ranks = self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+        return ranks * self.context_parallel_size
 
     @property
     def config(self) -> dict[str, Any]:
         """Return the result for `policy`."""
         if self.backend == "fsdp2":
-            return {"dtensor_cfg": {"expert_parallel_size": self.expert_parallel_size}}
+            sizes = {"expert_parallel_size": self.expert_parallel_size}
+            return {"dtensor_cfg": {**sizes, "context_parallel_size": self.context_parallel_size}}
         sizes = {
             "tensor_model_parallel_size": self.tensor_parallel_size,
             "pipeline_model_parallel_size": self.pipeline_parallel_size,
@@ -90,6 +93,7 @@ class _Group:
             tensor_parallel_size=mesh.tensor_parallel_size,
             pipeline_parallel_size=mesh.pipeline_parallel_size,
             expert_parallel_size=mesh.expert_parallel_size if mesh.backend == "fsdp2" else 1,
+            context_parallel_size=mesh.context_parallel_size,
             init_method=f"file://{self._meeting_point}",
             timeout_s=COLLECTIVE_TIMEOUT_S,
         )

@@ -30,6 +30,7 @@ VARIANTS: dict[str, tuple[Mesh | None, dict[str, Any]]] = {
     "2 ranks": (Mesh(2), {}),
     "2 ranks, packed": (Mesh(2), PACKED),
     "tp 2": (Mesh(1, 2), {}),
+    "cp 2 dp 2": (Mesh(2, context_parallel_size=2), {}),
     "megatron dp 2, packed": (Mesh(2, backend="megatron"), PACKED),
 }
 SECTION = DPOConfig(reference_policy_kl_penalty=0.3, sft_loss_weight=0.2)

@@ -25,6 +25,7 @@ VARIANTS: dict[str, tuple[Mesh | None, dict[str, Any]]] = {
     "2 ranks": (Mesh(2), {}),
     "2 ranks, packed": (Mesh(2), PACKED),
     "tp 2": (Mesh(1, 2), {}),
+    "cp 2, packed": (Mesh(1, context_parallel_size=2), PACKED),
     "megatron dp 2, packed": (Mesh(2, backend="megatron"), PACKED),
     "megatron pp 2": (Mesh(1, 1, 2, backend="megatron"), {}),
     "megatron tp 2 pp 2, packed": (Mesh(1, 2, 2, backend="megatron"), PACKED),

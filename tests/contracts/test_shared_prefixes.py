@@ -50,9 +50,9 @@ DISTILLATION: dict[str, dict[str, Any]] = {
 }
 
 
-def sharing_batch(model: Path) -> TensorDict:
+def sharing_batch(model: Path, lengths: list[int] = LENGTHS) -> TensorDict:
     """Return 12 samples of 9 trajectories in 3 groups, with everything that a loss reads."""
-    batch = make_sharing_batch(LENGTHS)
+    batch = make_sharing_batch(lengths)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         current = plain_logprobs(plain_model(model), batch, temperature=0.7)

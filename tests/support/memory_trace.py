@@ -25,14 +25,16 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 
 from nemo_rl.config.policy import PolicyConfig, resolve_chunk_size
 from nemo_rl.loss_types import TokenScores
-from nemo_rl.policy import log_softmax
+from nemo_rl.policy import context_parallel, log_softmax
+from nemo_rl.policy.attention import PackedSequences
+from nemo_rl.policy.context_parallel import ContextRanks, SlicedSequences
 from nemo_rl.policy.fsdp2.backend import TrainedDTensorConfig
 from nemo_rl.policy.fsdp2.lora import Adapters
 from nemo_rl.policy.fsdp2.sharding import cast_frozen, kept_unsharded, needs_sharding, reduce_next_gradients, shard
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs, ScoreQuery
 from nemo_rl.policy.optimizers import make_optimizer
-from nemo_rl.policy.ranks import RankLayout, device_mesh
+from nemo_rl.policy.ranks import RankLayout, context_group, device_mesh
 
 TRACED_ATTENTION = "nemo_rl_traced"  # transformers looks names with "flash" up on the hub
 CPU = torch.device("cpu")  # of the fake tensors: FSDP2 asks a CUDA device for streams, which only a real one has
@@ -157,19 +159,27 @@ def _trace_all(cases: list[TraceCase]) -> list[TracedPeaks]:
     layout = cases[0].layout
     dist.init_process_group("fake", rank=layout.rank, world_size=layout.world_size, store=FakeStore())
     AttentionInterface.register(TRACED_ATTENTION, _flash_attention_forward)
-    with mock.patch.object(log_softmax, "CPU_BLOCK", log_softmax.ACCELERATOR_BLOCK):
+    with (
+        mock.patch.object(log_softmax, "CPU_BLOCK", log_softmax.ACCELERATOR_BLOCK),
+        mock.patch.object(context_parallel, "packed_attention_forward", _flash_attention_forward),
+    ):
         return [_trace(case) for case in cases]
 
 
 def _trace(case: TraceCase) -> TracedPeaks:
     device_mesh(case.layout, CPU)  # made of real tensors, then kept
+    size = case.layout.context_parallel_size
+    ranks = ContextRanks(context_group(case.layout), 0, size) if size > 1 else None
+    pack = None if ranks is None else SlicedSequences.of(PackedSequences.of((case.tokens,), case.tokens, CPU), ranks)
     live = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True):
         module = _build(case)
+        module.pack = pack
         live.add(module.parameters())
         resident = live.now
         optimizer = make_optimizer(case.policy, [p for p in module.parameters() if p.requires_grad])
-        inputs = torch.zeros((1, case.tokens), dtype=torch.int64), torch.zeros(case.tokens, dtype=torch.int64)
+        num_tokens = case.tokens // size
+        inputs = torch.zeros((1, num_tokens), dtype=torch.int64), torch.zeros(num_tokens, dtype=torch.int64)
 
         keeps = case.section.keep_unsharded is True
 
@@ -223,11 +233,13 @@ class _TracedLogprobs(CausalLogprobs):
     """`CausalLogprobs` that scores given positions, since fake masks have no values to look them up in."""
 
     on_backward: Callable[[str], None]  # called with the name of each phase of the backward pass
+    pack: SlicedSequences | None  # of several ranks that share a row
 
     def forward(self, token_ids: torch.Tensor, at: torch.Tensor) -> TokenScores:  # type: ignore[override]
         embedded: Any = self.model.get_input_embeddings()
         mark = embedded.register_forward_hook(lambda layer, args, output: self._mark(output, "reduction"))
-        hidden = self._hidden_states({"input_ids": token_ids}).flatten(0, 1).index_select(0, at)
+        inputs = {"input_ids": token_ids} if self.pack is None else {"input_ids": token_ids, "pack": self.pack}
+        hidden = self._hidden_states(inputs).flatten(0, 1).index_select(0, at)
         mark.remove()
         self._mark(hidden, "layers")
         return self._score_in_chunks(hidden, ScoreQuery(at))

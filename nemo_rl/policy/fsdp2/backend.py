@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")  # by tensor parallelism
 EXPERT_MODEL_TYPES = ("qwen3_moe", "mixtral", "deepseek_v3")  # by expert parallelism
+LENGTH_ROPES = ("dynamic", "longrope")  # frequencies of a whole row
 COMPILED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by default: tests show that their outputs and gradients are equal
 DIVIDED_WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 LORA_KEY = "policy.dtensor_cfg.lora_cfg"
@@ -56,8 +57,11 @@ class DTensorConfig(BackendConfig):
     # qwen2 and qwen3.
     compile: bool | Literal["auto"] = "auto"
     tensor_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer; divides the heads
-    # Data-parallel ranks that together hold the experts of each layer and exchange their tokens; 1: experts are sharded
-    # and gathered like other weights.
+    # Ranks that each compute a slice of a micro-batch's tokens, and exchange them for heads around attention; the token
+    # limits of micro-batches are those of all slices together.
+    context_parallel_size: int = Field(default=1, gt=0)
+    # Data- and context-parallel ranks that together hold the experts of each layer and exchange their tokens; 1:
+    # experts are sharded and gathered like other weights.
     expert_parallel_size: int = Field(default=1, gt=0)
 
     @property
@@ -69,11 +73,16 @@ class DTensorConfig(BackendConfig):
         return self.tensor_parallel_size
 
     @property
+    def num_context_parallel_ranks(self) -> int:
+        return self.context_parallel_size
+
+    @property
     def num_expert_parallel_ranks(self) -> int:
         return self.expert_parallel_size
 
     def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
         check_tensor_parallel(self.tensor_parallel_size, model, key=key)
+        check_context_parallel(self.context_parallel_size, model, tensor=self.tensor_parallel_size, key=key)
         check_expert_parallel(self.expert_parallel_size, model, key=key)
 
 
@@ -103,6 +112,39 @@ def check_tensor_parallel(size: int, model: "PreTrainedConfig", *, key: str = "p
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
         raise ConfigError(key, size, f"no plan for models of type {model.model_type!r}; supported: {supported}")
     check_divides_widths(size, model, key=key)
+
+
+def check_context_parallel(
+    size: int, model: "PreTrainedConfig", *, tensor: int = 1, key: str = "policy.dtensor_cfg"
+) -> None:
+    """Raise ConfigError for a `context_parallel_size`, in the section `key`, that the model's attention does not allow.
+
+    Of the heads that `tensor` ranks leave to each, a rank has an equal part. The model itself is probed later.
+    """
+    if size == 1:
+        return
+    key, text = f"{key}.context_parallel_size", model.get_text_config()
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if others:
+        problem = f"models of type {text.model_type!r} have layers of {', '.join(others)}, whose rows cannot be cut"
+        raise ConfigError(key, size, f"{problem}; allowed: 1")
+    if (scaling := _rope_type(text)) in LENGTH_ROPES:
+        problem = f"the model's rotary embedding ({scaling}) follows the length of a row, of which a rank has a slice"
+        raise ConfigError(key, size, f"{problem}; allowed: 1")
+    all_heads = getattr(text, "num_attention_heads", 0)
+    heads, groups = all_heads // tensor, (getattr(text, "num_key_value_heads", None) or all_heads) // tensor
+    allowed = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    if size not in allowed:
+        shown = f"num_attention_heads {heads}, num_key_value_heads {groups}" + (" of a rank" if tensor > 1 else "")
+        problem = f"ranks exchange slices for heads, and the model has {shown}"
+        raise ConfigError(key, size, f"{problem}; allowed: {', '.join(map(str, allowed))}")
+
+
+def _rope_type(text: Any) -> str | None:
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]  # one for each type of layer
+    kinds = [one.get("rope_type") for one in (parameters, *nested)]
+    return next((kind for kind in kinds if kind in LENGTH_ROPES), kinds[0])
 
 
 def check_expert_parallel(size: int, model: "PreTrainedConfig", *, key: str = "policy.dtensor_cfg") -> None:

@@ -1,6 +1,6 @@
 """The balance of a mixture's experts under FSDP2: losses of the routers, and a bias per expert that follows its load.
 
-E experts, k choices per token, N tokens that the data-parallel ranks route together in a micro-batch, padding excluded.
+E experts, k choices per token, N tokens that all ranks route together in a micro-batch, padding excluded.
 Hooks on the routers see what a layer chose, whether its experts are here or on other ranks. They attach the losses'
 gradients to the router's scores, so that they flow in the layer's own backward pass, recomputed activations included.
 """
@@ -17,7 +17,7 @@ from torch import nn
 from nemo_rl.config.moe import MoEConfig
 from nemo_rl.distributed.expert_routers import find_routers
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
+from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, context_group
 
 BIAS = "e_score_correction_bias"  # DeepSeek-V3's buffer, added to the scores that choose
 
@@ -65,7 +65,7 @@ class RouterBalance:
 
     Args:
         model: gets a hook per router; a hook that replaces choices must be there before.
-        group: of the data-parallel ranks; None for one.
+        group: of the ranks that share the tokens of a step; None for one.
     """
 
     def __init__(
@@ -122,8 +122,11 @@ class RouterBalance:
         self._is_counting = False
 
     def take_losses(self) -> dict[str, torch.Tensor]:
-        """Return this rank's parts of the losses, before their coefficients, since the last call."""
+        """Return the parts of the losses of this rank's samples, before their coefficients, since the last call."""
         losses, self._losses = self._losses, {}
+        if self._layout.context_parallel_size > 1:  # ranks with other tokens of these samples
+            for name in sorted(losses):
+                dist.all_reduce(losses[name], group=context_group(self._layout))
         return losses
 
     @torch.no_grad()
@@ -171,7 +174,7 @@ class RouterBalance:
         if self._is_counting:
             self._add(router_balance=balance, router_z=z)
         weighted = self._section.aux_loss_coeff * balance + self._section.z_loss_coeff * z
-        return weighted * self._weight * self._layout.data_parallel_size  # FSDP2 averages gradients over ranks
+        return weighted * self._weight * self._layout.num_shards  # FSDP2 averages gradients over ranks
 
     def _find_routers(self, model: nn.Module) -> list[Any]:
         """Return the model's routers in the order of its layers."""

@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from nemo_rl.errors import ConfigError
+from nemo_rl.policy.exchanges import exchange_rows
 from nemo_rl.policy.fsdp2.shards import gather_full_tensor
 
 GATHERED_BYTES = 2**26  # of experts' weights at a time
@@ -97,9 +97,9 @@ def _dispatch(
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     sizes = received.sum(1).tolist(), sent.sum(1).tolist()
-    tokens = _Exchange.apply(hidden.index_select(0, order // ids.shape[1]), *sizes, group)
+    tokens = exchange_rows(hidden.index_select(0, order // ids.shape[1]), *sizes, group)
     local_ids = torch.arange(sent.shape[1], device=ids.device).repeat(num_ranks).repeat_interleave(received.flatten())
-    results = _Exchange.apply(_compute(experts, tokens, local_ids), *reversed(sizes), group)
+    results = exchange_rows(_compute(experts, tokens, local_ids), *reversed(sizes), group)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     by_choice = results.index_select(0, back).unflatten(0, ids.shape)
@@ -132,26 +132,3 @@ class _LocalExperts:
     def __getattr__(self, name: str) -> Any:
         weights = self.__dict__["weights"]
         return weights[name] if name in weights else getattr(self._experts, name)
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows in uneven parts; gradients go back the same way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.exchange = received, sent, group
-        return _all_to_all(rows, received, sent, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        received, sent, group = ctx.exchange
-        return _all_to_all(gradients[0], sent, received, group), None, None, None
-
-
-def _all_to_all(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    result = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-    return result

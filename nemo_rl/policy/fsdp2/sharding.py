@@ -26,13 +26,14 @@ from transformers import PreTrainedModel
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.distributed.expert_routers import find_routers
 from nemo_rl.errors import CheckpointError, ConfigError
+from nemo_rl.policy.context_parallel import SLICED_ATTENTION, ContextRanks
 from nemo_rl.policy.fsdp2.backend import COMPILED_MODEL_TYPES, KEPT_SHARE, DTensorConfig, TrainedDTensorConfig
 from nemo_rl.policy.fsdp2.experts import FSDP_DIM, find_experts, split_experts
 from nemo_rl.policy.fsdp2.shards import own_part
 from nemo_rl.policy.hf_model import ModelTensors, decoder_layers, open_tensors
 from nemo_rl.policy.log_softmax import has_kernels
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
-from nemo_rl.policy.ranks import RankLayout, device_mesh, join
+from nemo_rl.policy.ranks import RankLayout, context_group, device_mesh, join
 from nemo_rl.policy.truncation import VocabularyShard
 
 BASE_LAYER = ".base_layer."  # part of the names of peft's layers (lora.py)
@@ -57,14 +58,17 @@ def shard(
     *,
     key: str = "policy.dtensor_cfg",
 ) -> None:
-    """Split layers and vocabulary over the tensor-parallel ranks and experts over theirs, then wrap the layers, and the
-    rest as one, in FSDP2.
+    """Split rows over the context-parallel ranks, layers and vocabulary over the tensor-parallel ones and experts over
+    theirs, then wrap the layers, and the rest as one, in FSDP2.
 
     Weights and gradients keep their dtype. In bfloat16, weights are cast when a layer gathers them and gradients are
     reduced in float32. Layers move to the device one at a time, so that it never holds the whole model.
     """
     join(layout, device)
     mesh = device_mesh(layout, device)
+    if layout.context_parallel_size > 1:
+        module.context = ContextRanks(context_group(layout), layout.context_parallel_rank, layout.context_parallel_size)
+        module.model.set_attn_implementation(SLICED_ATTENTION)
     if layout.tensor_parallel_size > 1:
         split_layers(module, mesh)
         split_vocabulary(module, mesh)
@@ -82,24 +86,24 @@ def shard(
         if param_dtype is not None:
             for router in find_routers(layer):  # in float32, like the scores
                 fully_shard(
-                    router, mesh=mesh["dp"], mp_policy=replace(precision, param_dtype=None), offload_policy=offload
+                    router, mesh=mesh["shards"], mp_policy=replace(precision, param_dtype=None), offload_policy=offload
                 )
-        fully_shard(layer, mesh=mesh["dp"], mp_policy=of_layers, offload_policy=offload)
-    fully_shard(module, mesh=mesh["dp"], mp_policy=precision, offload_policy=offload)
+        fully_shard(layer, mesh=mesh["shards"], mp_policy=of_layers, offload_policy=offload)
+    fully_shard(module, mesh=mesh["shards"], mp_policy=precision, offload_policy=offload)
 
 
 def _shard_experts(experts: nn.Module, mesh: DeviceMesh, **policies: Any) -> None:
     """Shard one rank's experts of a layer over the ranks that copy them; their gradients are summed over all tokens."""
     copies = mesh["edp"]
     wrapped = fully_shard(experts, mesh=copies, shard_placement_fn=lambda _: Shard(FSDP_DIM), **policies)
-    wrapped.set_gradient_divide_factor(float(mesh["dp"].size()))  # as the gradients of other weights are
+    wrapped.set_gradient_divide_factor(float(mesh["shards"].size()))  # as the gradients of other weights are
     if copies.size() > 1:  # gloo has no scaled sum; over one rank torch 2.13 would divide twice
         wrapped.set_force_sum_reduction_for_comms(True)
 
 
-def data_parallel_group(layout: RankLayout, device: torch.device) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that share the samples; None for a single one."""
-    return device_mesh(layout, device).get_group("dp") if layout.data_parallel_size > 1 else None
+def shards_group(layout: RankLayout, device: torch.device) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that share the tokens of a step; None for a single one."""
+    return device_mesh(layout, device).get_group("shards") if layout.num_shards > 1 else None
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -30,11 +30,13 @@ from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, optimizers, step_report
+from nemo_rl.policy.context_parallel import sliced_tokens
 from nemo_rl.policy.expert_routing import ExpertRouting, make_routing
 from nemo_rl.policy.fsdp2 import sharding
 from nemo_rl.policy.fsdp2.backend import (
     DTensorConfig,
     TrainedDTensorConfig,
+    check_context_parallel,
     check_expert_parallel,
     check_tensor_parallel,
 )
@@ -99,10 +101,7 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
 
     def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
         config, layout, section = self.config, self.layout, self.config.section_of(TrainedDTensorConfig)
-        if layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
-            model_config = hf_model.load_config(model_path, config.hf_config_overrides)
-            check_tensor_parallel(layout.tensor_parallel_size, model_config)
-            check_expert_parallel(layout.expert_parallel_size, model_config)
+        _check_ranks(layout, config, model_path, "policy")
         self._num_matmul_parameters = 0
         is_adapted = section.lora_cfg.enabled
         self.module, self._adapters = self._load_module(model_path, temperature, seed=seed if is_adapted else None)
@@ -125,7 +124,7 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
             layout=layout,
             keeps_unsharded=sharding.should_keep_unsharded(self.module, config, layout, self.device),
             balance=RouterBalance.of(
-                self._model, config.moe, layout=layout, group=sharding.data_parallel_group(layout, self.device)
+                self._model, config.moe, layout=layout, group=sharding.shards_group(layout, self.device)
             ),
         )
 
@@ -137,13 +136,15 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
         With a `seed`, adapters are trained and the model's own weights are frozen. Frozen weights are in the
         precision of the computation; buffers, e.g. rotary frequencies, stay float32.
         """
-        config, section = self.config, self.config.section_of(TrainedDTensorConfig)
+        config, layout, section = self.config, self.layout, self.config.section_of(TrainedDTensorConfig)
         model = hf_model.empty_model(model_path, config.hf_config_overrides)
         tensors = hf_model.open_tensors(model_path, model, config.hf_config_overrides)
         adapters = None if seed is None else Adapters(model, section.lora_cfg, base=model_path)
         if not is_frozen:
             self._num_matmul_parameters = hf_model.matmul_parameters(model)
-        module = make_module(model, config, section="policy", temperature=temperature, device=self.device)
+        module = make_module(
+            model, config, section="policy", temperature=temperature, device=self.device, layout=layout
+        )
         module.truncation = self.truncation
         if is_frozen:
             module.requires_grad_(False)
@@ -160,7 +161,7 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
             sharding.cast_frozen(module)
         needed = sharding.frozen_needs_sharding if is_frozen else sharding.needs_sharding
         sharding.place_on_device(
-            module, tensors, config, self.layout, self.device, is_sharded=needed(config, self.layout, self.device)
+            module, tensors, config, layout, self.device, is_sharded=needed(config, layout, self.device)
         )
         if adapters is not None and seed is not None:
             adapters.initialize(seed)
@@ -209,13 +210,12 @@ class FSDP2TeacherWorker(FSDP2ScoringWorker[TeacherConfig], TeacherWorker):
 
     def _build_model(self, model_path: str, *, temperature: float) -> None:
         config, layout, section = self.config, self.layout, self._section
-        if layout.tensor_parallel_size > 1 or layout.expert_parallel_size > 1:
-            model_config = hf_model.load_config(model_path, config.hf_config_overrides, section=section)
-            check_tensor_parallel(layout.tensor_parallel_size, model_config, key=f"{section}.dtensor_cfg")
-            check_expert_parallel(layout.expert_parallel_size, model_config, key=f"{section}.dtensor_cfg")
+        _check_ranks(layout, config, model_path, section)
         self._model = hf_model.empty_model(model_path, config.hf_config_overrides, section=section)
         tensors = hf_model.open_tensors(model_path, self._model, config.hf_config_overrides, section=section)
-        module = make_module(self._model, config, section=section, temperature=temperature, device=self.device)
+        module = make_module(
+            self._model, config, section=section, temperature=temperature, device=self.device, layout=layout
+        )
         self.module = module.requires_grad_(False)
         if config.precision == "bfloat16":
             sharding.cast_frozen(module)
@@ -230,6 +230,16 @@ class FSDP2TeacherWorker(FSDP2ScoringWorker[TeacherConfig], TeacherWorker):
             yield from sharding.module_tensors(self.module)
 
 
+def _check_ranks(layout: RankLayout, config: PolicyConfig | TeacherConfig, model_path: str, section: str) -> None:
+    """Raise ConfigError for a model that the ranks of a layout cannot share."""
+    if layout.world_size == layout.data_parallel_size and layout.expert_parallel_size == 1:
+        return
+    model, key = hf_model.load_config(model_path, config.hf_config_overrides, section=section), f"{section}.dtensor_cfg"
+    check_tensor_parallel(layout.tensor_parallel_size, model, key=key)
+    check_context_parallel(layout.context_parallel_size, model, tensor=layout.tensor_parallel_size, key=key)
+    check_expert_parallel(layout.expert_parallel_size, model, key=key)
+
+
 def make_module(
     model: PreTrainedModel,
     config: PolicyConfig | TeacherConfig,
@@ -237,13 +247,16 @@ def make_module(
     section: str,
     temperature: float,
     device: torch.device,
+    layout: RankLayout = SINGLE_RANK,
 ) -> CausalLogprobs:
     """Return the model as a scorer of padded or packed sequences; raises ConfigError if packing would change it."""
     packing, key = config.sequence_packing, f"{section}.sequence_packing"
+    slices, slices_key = layout.context_parallel_size, f"{section}.dtensor_cfg.context_parallel_size"
     options: dict[str, Any] = {
         "temperature": temperature,
         "chunk_size": resolve_chunk_size(config.logprob_chunk_size, model.config.get_text_config().vocab_size),
         "packing_key": f"{key}.enabled" if packing.enabled else None,
+        "context": (slices_key, slices) if slices > 1 else None,
         "probe_device": device,
     }
     if packing.share_prefixes:
@@ -438,6 +451,8 @@ class FSDP2Trainer:
         lengths, width = part[keys.LENGTHS].tolist(), part[keys.TOKEN_IDS].shape[1]
         is_packed = self.module.is_packed
         mask = routed_tokens(lengths, width, is_packed=is_packed, is_empty=is_empty, device=self.device)
+        if (context := self.module.context) is not None:
+            mask = sliced_tokens(sum(lengths), context, self.device) & (not is_empty)
         return self.balance.micro_batch(mask, weight)
 
     def _end_forward(self) -> None:
@@ -449,7 +464,7 @@ class FSDP2Trainer:
     ) -> dict[str, Metric]:
         """Add this rank's part of the gradient. The factor undoes FSDP2's average over ranks: the sum is needed."""
         loss, metrics = loss_fn(scores, part, normalizer)
-        num_ranks = self.layout.data_parallel_size
+        num_ranks = self.layout.num_shards
         if num_ranks > 1 or self.keeps_unsharded:
             (loss * num_ranks + scores.logprobs.sum() * 0).backward()  # also if this rank's loss reads no log-prob
         elif loss.requires_grad:

@@ -66,7 +66,7 @@ class StageBalance(RouterBalance):
         return None if seen is None else (seen[1], choices)
 
     def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super()._loss(*args, **kwargs) / self._layout.data_parallel_size  # Megatron sums gradients over ranks
+        return super()._loss(*args, **kwargs) / self._layout.num_shards  # Megatron sums gradients over ranks
 
     def _find_routers(self, model: torch.nn.Module) -> list[Any]:
         return [*find_routers(model)]

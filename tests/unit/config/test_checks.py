@@ -76,6 +76,15 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             [
                 "policy.sequence_packing.enabled=true",
                 "policy.sequence_packing.share_prefixes=true",
+                "policy.dtensor_cfg.context_parallel_size=2",
+            ],
+            "policy.sequence_packing.share_prefixes",
+            r"context_parallel_size is 2: trees of prefixes are not cut into slices; allowed: false",
+        ),
+        (
+            [
+                "policy.sequence_packing.enabled=true",
+                "policy.sequence_packing.share_prefixes=true",
                 "policy.megatron_cfg.enabled=true",
             ],
             "policy.sequence_packing.share_prefixes",

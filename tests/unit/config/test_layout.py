@@ -55,6 +55,12 @@ def test_on_a_cpu_there_are_as_many_as_were_asked_for() -> None:
     assert asked.needs_cluster
 
 
+def test_ranks_that_share_micro_batches_do_not_share_samples() -> None:
+    asked = layout("cuda", {f"{POLICY}.context_parallel_size": 2, f"{POLICY}.tensor_parallel_size": 2,
+                            f"{POLICY}.expert_parallel_size": 4, "cluster.gpus_per_node": 8})  # fmt: skip
+    assert len(asked.ranks) == 8  # 2 data parallel
+
+
 def test_on_several_cpu_nodes_neighbours_stay_together() -> None:
     asked = layout("cpu", {f"{POLICY}.data_parallel_size": 4, f"{ENGINES}.num_replicas": 3, "cluster.num_nodes": 2})
     assert [place.node for place in asked.ranks] == [0, 0, 1, 1]
@@ -150,6 +156,12 @@ def test_an_address_asks_for_a_cluster() -> None:
         ("cuda", {f"{ENGINES}.backend": "hf", f"{ENGINES}.num_replicas": 1, "cluster.gpus_per_node": 2},
          f"{ENGINES}.backend", "vllm"),
         ("cpu", {f"{POLICY}.data_parallel_size": 3}, "policy.train_global_batch_size", "multiple of the 3"),
+        ("cuda", {f"{POLICY}.context_parallel_size": 4, "cluster.gpus_per_node": 2}, f"{POLICY}.context_parallel_size",
+         "these are 4 ranks, one GPU each; the policy has 2 .* at most 2"),
+        ("cuda", {f"{POLICY}.context_parallel_size": 2, f"{POLICY}.data_parallel_size": 2, "cluster.gpus_per_node": 2},
+         f"{POLICY}.data_parallel_size", "context_parallel_size = 2 these are 4 ranks.*at most 1"),
+        ("cpu", {f"{POLICY}.context_parallel_size": 2, f"{POLICY}.expert_parallel_size": 4},
+         f"{POLICY}.expert_parallel_size", "divide the 2 data and context parallel ranks"),
         ("cpu", {f"{POLICY}.expert_parallel_size": 2}, f"{POLICY}.expert_parallel_size", "divide the 1 data parallel"),
         ("cuda", {f"{POLICY}.expert_parallel_size": 4, f"{POLICY}.tensor_parallel_size": 4, "cluster.gpus_per_node": 8},
          f"{POLICY}.expert_parallel_size", "divide the 2 data parallel ranks"),

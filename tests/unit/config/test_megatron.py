@@ -93,18 +93,19 @@ def test_nemo_rls_megatron_section_is_accepted_with_its_differences_noted(
     assert section.distributed_data_parallel_config.overlap_grad_reduce
 
 
-def test_layouts_that_do_not_change_results_are_noted_together(load: Load, caplog: pytest.LogCaptureFixture) -> None:
-    load(NEMO_RL, "policy.megatron_cfg.context_parallel_size=2", "policy.megatron_cfg.sequence_parallel=true")
+def test_a_layout_that_does_not_change_results_is_noted(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    load(NEMO_RL, "policy.megatron_cfg.sequence_parallel=true")
     assert caplog.messages[-1] == (
-        "switches of speed, memory or layout without effect here: policy.megatron_cfg.sequence_parallel = true, "
-        "policy.megatron_cfg.context_parallel_size = 2 (a rank holds whole sequences; "
-        "policy.<backend>.activation_checkpointing lowers its memory)"
+        "switches of speed, memory or layout without effect here: policy.megatron_cfg.sequence_parallel = true "
+        "(tensor-parallel ranks hold all tokens between the layers; policy.<backend>.activation_checkpointing and "
+        "policy.dtensor_cfg.context_parallel_size lower their memory)"
     )
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("context_parallel_size=2", r"context_parallel_size = 2: .*FSDP2 cuts them: policy\.dtensor_cfg\."),
         ("peft.enabled=true", r"peft\.enabled = True: not available: Megatron trains all weights"),
         ("fp8_cfg.enabled=true", r"fp8_cfg\.enabled = True"),
         ("optimizer.fp16=true", r"optimizer\.fp16 = True"),

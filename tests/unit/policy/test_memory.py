@@ -192,9 +192,10 @@ def test_peaks_of_adapters_with_gathered_weights_are_within_a_tenth_of_the_formu
     assert 1 <= training < 1.1
 
 
-def case(name: str, *, ranks: int, tokens: int, **options: Any) -> TraceCase:
+def case(name: str, *, ranks: int, tokens: int, context: int = 1, **options: Any) -> TraceCase:
     policy = PolicyConfig(model_name=name, dtensor_cfg={"keep_unsharded": False} | options)  # type: ignore[arg-type]
-    layout = RankLayout(data_parallel_size=ranks, init_method="tcp://unused:1" if ranks > 1 else None)
+    found = "tcp://unused:1" if ranks > 1 else None
+    layout = RankLayout(data_parallel_size=ranks // context, context_parallel_size=context, init_method=found)
     return TraceCase(Qwen2Config(**MODEL_CONFIGS[name]), policy, layout, tokens)
 
 
@@ -231,6 +232,28 @@ def test_a_model_that_keeps_gathered_weights_reaches_the_peak_of_the_formulas(ra
     scoring, training = ratios(((ranks, shape, False), found), megabyte=1, is_kept_whole=True)
     assert scoring >= 1
     assert 0.9 <= training < 1.1
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_plan_of_ranks_that_share_a_row_is_within_a_tenth(recomputes: bool) -> None:
+    """What 32,768 tokens take of a rank beside the resident state, for 1, 2 and 4 ranks that share them."""
+    found, expected = {}, {}
+    shape = replace(SMALL, num_hidden_layers=8)
+    options: dict[str, Any] = {"ranks": 8, "tokens": 32768, "activation_checkpointing": recomputes}
+    cases = [case("Qwen/Qwen2.5-1.5B", context=context, **options).with_layers(8) for context in (2, 4)]
+    for context, one in zip((2, 4), cases, strict=True):
+        (peaks,) = trace_peaks([one])
+        model = RankMemory(shape=shape, data=8, context=context, train_tokens=32768, recomputes=recomputes)
+        state = model.weights + model.gradients + model.optimizer
+        found[context], expected[context] = peaks.training - state, model.activations + model.gathered
+        assert expected[context] == pytest.approx(found[context], rel=0.1)
+
+
+def test_a_rank_sends_its_queries_results_and_keys_to_the_others() -> None:
+    shape = replace(SMALL, num_attention_heads=32, num_key_value_heads=8, head_dim=128, hidden_size=4096)
+    assert RankMemory(shape=shape, context=4).exchanged_bytes == 2 * (2 * 4096 + 2 * 1024) * 3 // 4 == 15_360
+    assert RankMemory(shape=shape, context=32).exchanged_bytes == 2 * 4 * 4096 * 31 // 32  # keys have as many heads
+    assert RankMemory(shape=shape).exchanged_bytes == 0
 
 
 def test_each_phase_is_extrapolated_by_itself() -> None:

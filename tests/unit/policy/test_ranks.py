@@ -21,6 +21,14 @@ def test_stages_follow_each_other_and_the_last_one_speaks() -> None:
     assert {layout.world_size for layout in layouts} == {8}
 
 
+def test_ranks_of_a_context_are_one_data_parallel_rank_and_several_shards() -> None:
+    layouts = [RankLayout(rank, 2, 2, context_parallel_size=2, init_method="file:///nowhere") for rank in range(8)]
+    assert [layout.data_parallel_rank for layout in layouts] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [layout.context_parallel_rank for layout in layouts] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [layout.rank for layout in layouts if layout.is_dp_leader] == [0, 4]
+    assert {(layout.world_size, layout.num_shards) for layout in layouts} == {(8, 4)}
+
+
 def test_rank_outside_its_layout_or_without_a_way_to_the_others_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="rank 2 of 2"):
         RankLayout(2, 2, init_method="file:///nowhere")
