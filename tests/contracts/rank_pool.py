@@ -1,12 +1,14 @@
 """Processes that are the ranks of a policy, kept while tests use them.
 
-Importing torch and transformers takes seconds, so one process imports them and forks all ranks; each then waits for
-jobs. A job is a function of a layout, called on all of its ranks at once. As in a run, a process has one layout: no
-process group is ever given back, and with hundreds of them a process has a thousand threads and files.
+Importing torch and transformers takes seconds, so one process imports them and forks all ranks; each is stopped until
+there is a job. A job is a function of a layout, called on all of its ranks at once. As in a run, a process has one
+layout: no process group is ever given back, and with hundreds of them a process has a thousand threads and files.
 """
 
 import faulthandler
+import os
 import pickle
+import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,9 +76,12 @@ class _Group:
             theirs.close()
 
     def run(self, job: Job, arguments: dict[str, Any]) -> list[Any]:
+        self._signal(signal.SIGCONT)
         for rank, connection in enumerate(self._connections):
             connection.send_bytes(pickle.dumps((job, self._layout(rank), arguments)))
-        return [self._answer(connection) for connection in self._connections]
+        results = [self._answer(connection) for connection in self._connections]
+        self._signal(signal.SIGSTOP)  # each thread of gloo, several dozen in a rank, wakes 100 times a second
+        return results
 
     def close(self) -> None:
         for connection in self._connections:
@@ -84,6 +89,11 @@ class _Group:
         for process in self._processes:
             process.kill()
             process.join()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            assert process.pid is not None
+            os.kill(process.pid, number)
 
     def _layout(self, rank: int) -> RankLayout:
         mesh = self._mesh
