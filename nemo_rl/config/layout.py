@@ -32,6 +32,20 @@ class DevicePool:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """How the ranks of a stage hold the experts of each layer."""
+
+    parallel: int = 1  # divide the experts among them
+    tensor: int = 1  # share each expert
+    copies: int = 1  # of the experts
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks that together hold one copy of the experts."""
+        return self.parallel * self.tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The processes of a run with their devices."""
 

@@ -27,22 +27,14 @@ def assign_ranks(pool: DevicePool, model: ParallelModelConfig, device: Device, *
         ConfigError: they do not fit.
     """
     data, copy = model.data_parallel_size, model.model_parallel_size
+    if device == "cuda":
+        _check_gpus(pool, model, key)
+    data = data or (1 if device == "cpu" else pool.num_gpus // copy)
+    model.parallelism.experts_on(data, key=f"{key}.{model.backend_key}")
     if device == "cpu":
-        _check_experts(model, data or 1, key)
-        return spread_over_nodes((data or 1) * copy, pool.nodes)
-    _check_gpus(pool, model, key)
-    _check_experts(model, data or pool.num_gpus // copy, key)
+        return spread_over_nodes(data * copy, pool.nodes)
     gpus = [DeviceSlot(node, (gpu,)) for node in pool.nodes for gpu in pool.gpus]
-    return tuple(gpus[: (data or pool.num_gpus // copy) * copy])
-
-
-def _check_experts(model: ParallelModelConfig, data: int, key: str) -> None:
-    """Check that the ranks that together hold a layer's experts are some of those with different tokens."""
-    experts, context = model.parallelism.num_expert_parallel_ranks, model.context_parallel_size
-    if data * context % experts:
-        size_key = f"{key}.{model.backend_key}.{model.parallelism.EXPERT_PARALLEL_KEY}"
-        ranks = f"{data * context} data{' and context' if context > 1 else ''} parallel ranks"
-        raise ConfigError(size_key, experts, f"must divide the {ranks}, which exchange tokens")
+    return tuple(gpus[: data * copy])
 
 
 def _check_gpus(pool: DevicePool, model: ParallelModelConfig, key: str) -> None:

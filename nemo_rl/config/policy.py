@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, SerializeAsAny, ValidationError
 
 from nemo_rl.config.kinds import Kind, Section
-from nemo_rl.config.layout import Layout
+from nemo_rl.config.layout import ExpertLayout, Layout
 from nemo_rl.config.moe import MoEConfig
 from nemo_rl.config.registries import ENGINES, POLICY_BACKENDS, TEACHER_BACKENDS
 from nemo_rl.config.server import ServerConfig
@@ -100,7 +100,6 @@ class BackendConfig(Section):
 
     TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_parallel_size"
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = None  # None: layers are not divided into stages
-    EXPERT_PARALLEL_KEY: ClassVar[str] = "expert_parallel_size"
     NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
     REPLAYS_ROUTES: ClassVar[bool] = False  # routers of experts can replay routes (`policy.router_replay`)
     SHARES_PREFIXES: ClassVar[bool] = False  # samples of a pack may share prefixes (`sequence_packing.share_prefixes`)
@@ -132,10 +131,12 @@ class BackendConfig(Section):
         """Return the number of stages, each with some of the layers."""
         return 1
 
-    @property
-    def num_expert_parallel_ranks(self) -> int:
-        """Return the number of data- and context-parallel ranks that together hold the experts of a layer."""
-        return 1
+    def experts_on(self, data: int, *, key: str) -> ExpertLayout:
+        """Return how the ranks of a stage hold experts, with `data` data-parallel ranks.
+
+        Raises ConfigError, under the section's `key`, for sizes that do not divide them.
+        """
+        return ExpertLayout()
 
     @property
     def adapters(self) -> str | None:

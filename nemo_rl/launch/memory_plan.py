@@ -512,14 +512,17 @@ def _keep_whole(model: RankMemory, section: Section, capacity: int) -> RankMemor
 
 def _rank_memory(key: str, model: PolicyConfig | TeacherConfig, num_ranks: int) -> RankMemory:
     shape = find_shape(f"{key}.model_name", model.model_name, model.hf_config_overrides)
+    data, context = max(num_ranks // model.model_parallel_size, 1), model.context_parallel_size
+    experts = model.parallelism.experts_on(data, key=f"{key}.{model.backend_key}")
     return RankMemory(
         shape=shape,
         compute_bytes=_bytes_of(model.precision),
-        data=max(num_ranks // (model.tensor_parallel_size * model.pipeline_parallel_size), 1),
-        context=model.context_parallel_size,
+        data=data * context,
+        context=context,
         tensor=model.tensor_parallel_size,
         stages=model.pipeline_parallel_size,
-        experts=model.parallelism.num_expert_parallel_ranks,
+        experts=experts.parallel,
+        expert_tensor=experts.tensor,
         chunk=resolve_chunk_size(model.logprob_chunk_size, shape.vocab_size),
         is_replicated=not model.parallelism.SPLITS_STATE,
     )

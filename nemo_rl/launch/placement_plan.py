@@ -95,15 +95,15 @@ def _describe_ranks(model: ParallelModelConfig, layout: Layout, slots: Sequence[
     """Return e.g. "Megatron, 4 ranks (1 data x 2 pipeline x 2 tensor parallel) on cpu"."""
     parallelism = model.parallelism
     text = f"{parallelism.title}, {_pluralize(len(slots), 'rank')}"
-    data, experts = len(slots) // model.model_parallel_size, parallelism.num_expert_parallel_ranks
-    context = model.context_parallel_size
+    data, context = len(slots) // model.model_parallel_size, model.context_parallel_size
+    experts = parallelism.experts_on(data, key=model.backend_key)
     if model.model_parallel_size > 1:
         stages = f"{model.pipeline_parallel_size} pipeline x " if parallelism.PIPELINE_PARALLEL_KEY else ""
         slices = f"{context} context x " if context > 1 else ""
         text += f" ({data} data x {slices}{stages}{model.tensor_parallel_size} tensor parallel)"
-    if experts > 1:
-        copies = f", in {data * context // experts} copies" if data * context > experts else ""
-        text += f", experts over {experts} data{' and context' if context > 1 else ''} parallel ranks{copies}"
+    if experts.num_ranks > 1:
+        copies = f", in {experts.copies} copies" if experts.copies > 1 else ""
+        text += f", experts over {experts.num_ranks} ranks{copies}"
     return f"{text} on {_format_devices(layout, slots)}"
 
 

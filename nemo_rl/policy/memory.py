@@ -160,7 +160,8 @@ class RankMemory:
     context: int = 1  # of them, those that share each micro-batch
     tensor: int = 1
     stages: int = 1
-    experts: int = 1  # of the data ranks, those that together hold a layer's experts; loads are assumed to be equal
+    experts: int = 1  # ranks that divide a layer's experts among them; loads are assumed to be equal
+    expert_tensor: int = 1  # ranks that share each expert (Megatron)
     train_tokens: int = 0  # per micro-batch, over all ranks that share it
     score_tokens: int = 0  # per pass without gradients, likewise
     longest: int = 1  # tokens of the longest sample, the least that a micro-batch can have
@@ -181,8 +182,7 @@ class RankMemory:
 
         These are all experts, and of the rest a tensor-parallel part; where no weights are divided, its own experts.
         """
-        experts = self.shape.expert_parameters // (self.stages * (self.experts if self.is_replicated else 1))
-        return (self.shape.parameters - self.shape.expert_parameters) // (self.tensor * self.stages) + experts
+        return self._own_dense + self._own_experts
 
     @property
     def trained_parameters(self) -> int:
@@ -198,7 +198,7 @@ class RankMemory:
         own = self.own_parameters
         if self.is_replicated:
             has_main_weights = self.compute_bytes == 2 and not self.is_frozen
-            return self.compute_bytes * own + (4 * own // self._optimizer_shards if has_main_weights else 0)
+            return self.compute_bytes * own + (4 * self._stepped_parameters if has_main_weights else 0)
         if self.is_frozen or self.adapter_dim is not None:
             return (self.compute_bytes * own + 4 * self.trained_parameters) // self.data
         return 4 * own // self.data
@@ -209,7 +209,7 @@ class RankMemory:
 
     @property
     def optimizer(self) -> int:
-        return self.optimizer_bytes * self.trained_parameters // self._optimizer_shards
+        return self.optimizer_bytes * self._stepped_parameters
 
     @property
     def reference(self) -> int:
@@ -224,14 +224,16 @@ class RankMemory:
 
         Two norms keep a float32 copy of their input, the normalized values and their output; attention keeps queries,
         keys, values, its output and a log-sum-exp per head; the MLP four vectors of its width. Each expert of the token
-        keeps four of its own, the hidden state that it was sent, and its result on both sides.
+        keeps four of its own, the hidden state that it was sent, and its result on both sides; Megatron's
+        tensor-parallel ranks each send a part of the tokens.
         """
         shape, size = self.shape, self.compute_bytes
         norms = 2 * (4 + 2 * size) * shape.hidden_size
         attention = size * (2 * shape.query_width + 2 * shape.key_value_width) + 4 * shape.num_attention_heads
         if shape.num_experts:
-            each = size * (4 * shape.expert_width + 3 * shape.hidden_size)
-            return norms + attention // self.tensor + shape.num_experts_per_token * each
+            each = size * (4 * shape.expert_width + 3 * self.expert_tensor * shape.hidden_size)
+            sent = shape.num_experts_per_token * each // (self.tensor if self.is_replicated else 1)
+            return norms + attention // self.tensor + sent
         return norms + (attention + 4 * size * shape.intermediate_size) // self.tensor
 
     @property
@@ -324,14 +326,36 @@ class RankMemory:
         return 1 if self.is_replicated else self.data
 
     @property
-    def _optimizer_shards(self) -> int:
-        return 1 if self.is_optimizer_whole else self.data
+    def _own_dense(self) -> int:
+        return (self.shape.parameters - self.shape.expert_parameters) // (self.tensor * self.stages)
+
+    @property
+    def _own_experts(self) -> int:
+        """Return the parameters of experts that data-parallel ranks divide, or whole copies of which they hold."""
+        return self.shape.expert_parameters // (self.stages * (self._expert_ranks if self.is_replicated else 1))
+
+    @property
+    def _expert_ranks(self) -> int:
+        return self.experts * self.expert_tensor
+
+    @property
+    def _stepped_parameters(self) -> int:
+        """Return the parameters whose optimizer state the rank has; experts have copies of their own.
+
+        Example: 8 data x 2 tensor-parallel ranks with experts over 4 ranks have 8 copies of the rest and 4 of experts.
+        """
+        if self.is_optimizer_whole or self.is_frozen:
+            return self.trained_parameters
+        if not self.is_replicated:
+            return self.trained_parameters // self.data
+        copies_of_experts = self.data * self.tensor // self._expert_ranks
+        return self._own_dense // self.data + self._own_experts // copies_of_experts
 
     @property
     def _layer(self) -> int:
         """Return the parameters of a layer that the rank gathers, or casts, to compute with them."""
         experts = self.shape.layer_expert_parameters
-        return (self.shape.layer_parameters - experts) // self.tensor + experts // self.experts
+        return (self.shape.layer_parameters - experts) // self.tensor + experts // self._expert_ranks
 
     @property
     def _root(self) -> int:

@@ -35,7 +35,7 @@ class RankLayout:
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    expert_parallel_size: int = 1  # of the shards, neighbours that together hold a layer's experts
+    expert_parallel_size: int = 1  # neighbours that divide a layer's experts; with FSDP2 of the shards
     context_parallel_size: int = 1
     init_method: str | None = None  # "tcp://host:port" of rank 0, or "file:///path"; None: a single rank
     timeout_s: float = 600.0  # deadline of joining and of each collective
@@ -45,18 +45,20 @@ class RankLayout:
             raise ValueError(f"rank {self.rank} of {self.world_size}")
         if self.world_size > 1 and self.init_method is None:
             raise ValueError(f"{self.world_size} ranks need an init_method to find each other")
-        if self.num_shards % self.expert_parallel_size:
-            raise ValueError(f"{self.expert_parallel_size} expert parallel ranks of {self.num_shards} shards")
+        if self.num_shards * self.tensor_parallel_size % self.expert_parallel_size:
+            raise ValueError(f"{self.expert_parallel_size} expert parallel ranks of {self.world_size}")
 
     @classmethod
     def for_worker(cls, model: ParallelModelConfig, *, rank: int, world_size: int, address: str) -> "RankLayout":
         """Return the layout of one of `world_size` processes; `address` is that of rank 0, host:port."""
+        data = world_size // model.model_parallel_size
+        experts = model.parallelism.experts_on(data, key=model.backend_key)
         return cls(
             rank=rank,
-            data_parallel_size=world_size // model.model_parallel_size,
+            data_parallel_size=data,
             tensor_parallel_size=model.tensor_parallel_size,
             pipeline_parallel_size=model.pipeline_parallel_size,
-            expert_parallel_size=model.parallelism.num_expert_parallel_ranks,
+            expert_parallel_size=experts.parallel,
             context_parallel_size=model.context_parallel_size,
             init_method=f"tcp://{address}" if world_size > 1 else None,
         )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from nemo_rl.config.kinds import Entry, Section, factory_at
+from nemo_rl.config.layout import ExpertLayout
 from nemo_rl.config.moe import num_experts
 from nemo_rl.config.policy import AUTO, BackendConfig, ParallelModelConfig, PolicyConfig
 from nemo_rl.errors import ConfigError
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")  # by tensor parallelism
-EXPERT_MODEL_TYPES = ("qwen3_moe", "mixtral", "deepseek_v3")  # by expert parallelism
+EXPERT_MODEL_TYPES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # by expert parallelism
 LENGTH_ROPES = ("dynamic", "longrope")  # frequencies of a whole row
 COMPILED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by default: tests show that their outputs and gradients are equal
 DIVIDED_WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -76,9 +77,12 @@ class DTensorConfig(BackendConfig):
     def num_context_parallel_ranks(self) -> int:
         return self.context_parallel_size
 
-    @property
-    def num_expert_parallel_ranks(self) -> int:
-        return self.expert_parallel_size
+    def experts_on(self, data: int, *, key: str) -> ExpertLayout:
+        size, context = self.expert_parallel_size, self.context_parallel_size
+        if data * context % size:
+            ranks = f"{data * context} data{' and context' if context > 1 else ''} parallel ranks"
+            raise ConfigError(f"{key}.expert_parallel_size", size, f"must divide the {ranks}, which exchange tokens")
+        return ExpertLayout(parallel=size, copies=data * context // size)
 
     def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
         check_tensor_parallel(self.tensor_parallel_size, model, key=key)

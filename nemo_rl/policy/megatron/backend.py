@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from nemo_rl.config.kinds import Entry, Section, factory_at
+from nemo_rl.config.layout import ExpertLayout
 from nemo_rl.config.policy import BackendConfig, PolicyConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.fsdp2.backend import check_divides_widths
@@ -98,6 +99,15 @@ class MegatronConfig(BackendConfig):
     def num_pipeline_stages(self) -> int:
         return self.pipeline_model_parallel_size
 
+    def experts_on(self, data: int, *, key: str) -> ExpertLayout:
+        parallel, tensor = self.expert_model_parallel_size, self.expert_tensor_parallel_size
+        ranks = data * self.tensor_model_parallel_size
+        if ranks % (parallel * tensor):
+            others = f"with {key}.expert_tensor_parallel_size = {tensor} " if tensor > 1 else ""
+            problem = f"{parallel * tensor} ranks hold a layer's experts, which must divide the {ranks} of a stage"
+            raise ConfigError(f"{key}.expert_model_parallel_size", parallel, others + problem + " (data x tensor)")
+        return ExpertLayout(parallel=parallel, tensor=tensor, copies=ranks // (parallel * tensor))
+
     def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
         check_model(self, model, key=key)
 
@@ -136,8 +146,8 @@ def check_training(key: str, section: TrainedMegatronConfig, policy: PolicyConfi
         raise ConfigError("policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr"), problem)
     _check_scheduler(section, key)
     replay = policy.router_replay
-    if replay.enabled and replay.mode != "R3":
-        problem = "Megatron's ranks replay the experts of engines, and record none; allowed: R3"
+    if replay.records_own:
+        problem = "Megatron's ranks replay the experts of engines, and record none; allowed: R3, observe"
         raise ConfigError("policy.router_replay.mode", replay.mode, problem)
 
 

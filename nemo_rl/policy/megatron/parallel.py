@@ -83,8 +83,8 @@ def make_groups(layout: RankLayout, device: torch.device, section: MegatronConfi
     with sizes of its own.
 
     Raises:
-        PolicyError: the process has another layout, the other ranks did not join before the deadline, or those that
-            share experts do not divide them.
+        PolicyError: the process has another layout, or the other ranks did not join before the deadline.
+        ConfigError: the ranks that hold a layer's experts do not divide those of a stage.
     """
     if device.type == "cpu":
         redirect_cuda_to_cpu()
@@ -103,10 +103,7 @@ def make_groups(layout: RankLayout, device: torch.device, section: MegatronConfi
             names = "tensor, pipeline, data, expert, expert tensor parallel"
             raise PolicyError(f"{names} = {sizes} in a process of {_current_sizes()}")
         return
-    experts = section.expert_model_parallel_size * section.expert_tensor_parallel_size
-    ranks = layout.tensor_parallel_size * layout.data_parallel_size
-    if ranks % experts:
-        raise PolicyError(f"{experts} ranks share a layer's experts, which must divide the {ranks} ranks of a stage")
+    section.experts_on(layout.data_parallel_size, key="megatron_cfg")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_parallel_size,

@@ -165,6 +165,9 @@ def test_an_address_asks_for_a_cluster() -> None:
         ("cpu", {f"{POLICY}.expert_parallel_size": 2}, f"{POLICY}.expert_parallel_size", "divide the 1 data parallel"),
         ("cuda", {f"{POLICY}.expert_parallel_size": 4, f"{POLICY}.tensor_parallel_size": 4, "cluster.gpus_per_node": 8},
          f"{POLICY}.expert_parallel_size", "divide the 2 data parallel ranks"),
+        ("cpu", {f"{MEGATRON}.enabled": True, f"{MEGATRON}.tensor_model_parallel_size": 2,
+                 f"{MEGATRON}.expert_model_parallel_size": 2, f"{MEGATRON}.expert_tensor_parallel_size": 2},
+         f"{MEGATRON}.expert_model_parallel_size", "tensor_parallel_size = 2 4 ranks.* must divide the 2 of a stage"),
     ],
 )  # fmt: skip
 def test_what_cannot_stand_is_refused_with_what_is_allowed(
@@ -183,6 +186,15 @@ def test_what_cannot_stand_is_refused_with_what_is_allowed(
         ("cpu", {f"{ENGINES}.colocated.enabled": False}),
         ("cpu", {f"{ENGINES}.backend": "hf", f"{POLICY}.data_parallel_size": 2}),
         ("cuda", {f"{POLICY}.expert_parallel_size": 4, "cluster.gpus_per_node": 8}),
+        (
+            "cuda",
+            {
+                f"{MEGATRON}.enabled": True,
+                f"{MEGATRON}.tensor_model_parallel_size": 4,
+                f"{MEGATRON}.expert_model_parallel_size": 8,
+                "cluster.gpus_per_node": 8,
+            },
+        ),
     ],
 )
 def test_what_can_stand_is_accepted(device: str, values: dict[str, Any]) -> None:

@@ -64,11 +64,22 @@ def test_the_plan_follows_the_configuration(recipe: Recipe, override: str, line:
         ),
         (
             ("policy.dtensor_cfg={data_parallel_size: 6, expert_parallel_size: 3}",),
-            ["#   policy: m, FSDP2, 6 ranks, experts over 3 data parallel ranks, in 2 copies on cpu: node 0, float32"],
+            ["#   policy: m, FSDP2, 6 ranks, experts over 3 ranks, in 2 copies on cpu: node 0, float32"],
         ),
         (
             ("policy.megatron_cfg={enabled: true, tensor_model_parallel_size: 2, pipeline_model_parallel_size: 3}",),
             ["#   policy: m, Megatron, 6 ranks (1 data x 3 pipeline x 2 tensor parallel) on cpu: node 0, float32"],
+        ),
+        (
+            (
+                "policy.model_name=Qwen/Qwen3-30B-A3B",
+                "policy.megatron_cfg={enabled: true, data_parallel_size: 2, tensor_model_parallel_size: 4, "
+                "expert_model_parallel_size: 2, expert_tensor_parallel_size: 2}",
+            ),
+            [
+                "#   policy: Qwen/Qwen3-30B-A3B, Megatron, 8 ranks (2 data x 1 pipeline x 4 tensor parallel), "
+                "experts over 4 ranks, in 2 copies on cpu: node 0, float32"
+            ],
         ),
         (
             ("policy.device=cuda", "cluster={gpus_per_node: 2, address: auto}"),
@@ -90,7 +101,7 @@ def test_the_plan_follows_the_configuration(recipe: Recipe, override: str, line:
             ],
         ),
     ],
-    ids=["two CPU nodes", "experts", "megatron", "colocated", "split"],
+    ids=["two CPU nodes", "experts", "megatron", "megatron experts", "colocated", "split"],
 )
 def test_the_plan_of_a_cluster_names_nodes_and_gpus(
     recipe: Recipe, overrides: tuple[str, ...], lines: list[str]

@@ -85,6 +85,28 @@ def test_experts_over_ranks_are_divided_but_never_gathered() -> None:
     assert gathered.whole_bytes - over_ranks.whole_bytes == 6 * 48 * (experts - experts // 8)
 
 
+def test_megatron_copies_experts_on_other_ranks_than_the_rest() -> None:
+    """Of 8 data x 2 tensor-parallel ranks 8 hold the same part of attention, and 2 the same experts, of which 8 ranks
+    (4 expert x 2 expert tensor) hold one copy. A token is sent by one of 2 tensor-parallel ranks to 2 halves of each of
+    its experts."""
+    shape = shape_of("Qwen/Qwen3-30B-A3B")
+    experts = 48 * 3 * 128 * 2048 * 768
+    dense = 30_532_122_624 - experts
+    sizes: dict[str, Any] = {"data": 8, "tensor": 2, "experts": 4, "expert_tensor": 2, "is_replicated": True}
+    model = RankMemory(shape=shape, **sizes, train_tokens=1)
+    assert model.own_parameters == dense // 2 + experts // 8
+    assert model.gradients == 4 * model.own_parameters
+    assert model.optimizer == 8 * (dense // 2 // 8 + experts // 8 // 2)
+    assert model.weights == 2 * model.own_parameters + 4 * (dense // 2 // 8 + experts // 8 // 2)
+    assert replace(model, is_optimizer_whole=True).optimizer == 8 * model.own_parameters
+    alone = replace(model, data=1, tensor=1, experts=1, expert_tensor=1)
+    sent = 8 * 2 * (4 * 768 + 3 * 2048)
+    assert (
+        alone.layer_activations - model.layer_activations
+        == (2 * (2 * 4096 + 2 * 512) + 4 * 32) // 2 + sent - 8 * 2 * (4 * 768 + 3 * 2 * 2048) // 2
+    )
+
+
 def test_a_tensor_parallel_rank_holds_whole_experts() -> None:
     shape = shape_of("Qwen/Qwen3-30B-A3B")
     half = RankMemory(shape=shape, data=4, tensor=2)
