@@ -17,6 +17,7 @@ from nemo_rl.loss_types import Normalizer
 from nemo_rl.policy.packing import deal, pack_for_ranks
 from nemo_rl.policy.prefix_tree import pack_trees
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
+from nemo_rl.token_columns import ROUTED_EXPERTS
 from nemo_rl.tracing import MICRO_BATCH, span
 from nemo_rl.types import TrainingBatch
 
@@ -131,7 +132,10 @@ class PackedTrees(PackedTokens):
         lengths = batch[keys.LENGTHS].tolist()
         _check_longest(lengths, self.tokens, self.key)
         group_id = batch.get(keys.GROUP_ID, torch.arange(len(lengths)))
-        sized = pack_trees(batch[keys.TOKEN_IDS].cpu().numpy(), lengths, group_id.tolist(), self.tokens, num_ranks)
+        routes = (columns_of(batch) or {}).get(ROUTED_EXPERTS)
+        own = None if routes is None else routes.cpu().numpy()
+        tokens = batch[keys.TOKEN_IDS].cpu().numpy()
+        sized = pack_trees(tokens, lengths, group_id.tolist(), self.tokens, num_ranks, own)
         return deal(sized, num_ranks)
 
 
@@ -168,7 +172,7 @@ def micro_batches(
     if isinstance(batching, PackedTrees):
         if batch.get(keys.PREFERENCE, None) is not None:
             raise ValueError("packs by shared prefixes would separate preference pairs")
-        known = (keys.TOKEN_IDS, keys.LENGTHS, keys.GROUP_ID)
+        known = (keys.TOKEN_IDS, keys.LENGTHS, keys.GROUP_ID, keys.COLUMNS)
         parts = batching.parts_of(batch.select(*known, strict=False)[rows], layout.data_parallel_size)
     else:
         lengths = batch[keys.LENGTHS][rows].tolist()

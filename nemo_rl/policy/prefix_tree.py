@@ -1,9 +1,10 @@
 """Trees of the prefixes that sequences share, and packs of sequences by the tokens of their trees.
 
 Sequences that begin with the same tokens are one path of a tree until they part, so a tree has one token for each
-distinct prefix of its sequences. In descending lexicographic order neighbours share the most, and each sequence adds
-only what follows the prefix that it shares with the one before it: a branch. A tree is laid out as one row of N tokens,
-branch after branch. Pure data in NumPy; S sequences of at most T tokens.
+distinct prefix of its sequences. Tokens that went to different experts (`routes`) part too. In descending
+lexicographic order neighbours share the most, and each sequence adds only what follows the prefix that it shares with
+the one before it: a branch. A tree is laid out as one row of N tokens, branch after branch. Pure data in NumPy; S
+sequences of at most T tokens.
 """
 
 from collections.abc import Sequence
@@ -38,9 +39,9 @@ class PrefixTree:
     sources: np.ndarray  # [N] int64: an entry of the flattened [S, T] that has the token
 
     @classmethod
-    def of(cls, token_ids: np.ndarray, lengths: Sequence[int]) -> "PrefixTree":
-        """Return the tree of right-padded rows [S, T] with at least one token each."""
-        order, shared = sort_by_prefix(token_ids, lengths)
+    def of(cls, token_ids: np.ndarray, lengths: Sequence[int], routes: np.ndarray | None = None) -> "PrefixTree":
+        """Return the tree of right-padded rows [S, T] with at least one token each; `routes` are [S, T, ...]."""
+        order, shared = sort_by_prefix(token_ids, lengths, routes)
         width = token_ids.shape[1]
         positions = np.zeros(token_ids.shape, np.int64)
         branches: list[Branch] = []
@@ -68,18 +69,24 @@ class PrefixTree:
         return self.positions[branch.sequence, : branch.start + branch.length]
 
 
-def sort_by_prefix(token_ids: np.ndarray, lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def sort_by_prefix(
+    token_ids: np.ndarray, lengths: Sequence[int], routes: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the descending lexicographic order of rows [S, T], and the tokens that each shares with the one before.
 
     A sequence comes before its own prefixes, which therefore add no branch. Both results are [S] int64, and the second
-    is in the order of the first.
+    is in the order of the first. Tokens with other `routes` [S, T, ...] differ.
     """
     rows = np.ascontiguousarray(token_ids, dtype=">u4")  # whose bytes compare as the numbers do
+    if routes is not None:
+        beside = np.ascontiguousarray(routes).reshape(*rows.shape, -1).view(np.uint8)
+        rows = np.concatenate([rows.view(np.uint8).reshape(*rows.shape, -1), beside], axis=-1)
     order = sorted(range(len(rows)), key=lambda i: rows[i, : lengths[i]].tobytes(), reverse=True)
     shared = [0]
     for one, other in pairwise(order):
         length = min(lengths[one], lengths[other])
-        differs = np.flatnonzero(rows[one, :length] != rows[other, :length])
+        differs = rows[one, :length] != rows[other, :length]
+        differs = np.flatnonzero(differs if routes is None else differs.any(axis=-1))
         shared.append(int(differs[0]) if len(differs) else length)
     return np.array(order, np.int64), np.array(shared[: len(order)], np.int64)
 
@@ -87,8 +94,8 @@ def sort_by_prefix(token_ids: np.ndarray, lengths: Sequence[int]) -> tuple[np.nd
 class TreeSizes:
     """Tokens of the trees of any of some sequences, which are named by their rank in `order`."""
 
-    def __init__(self, token_ids: np.ndarray, lengths: Sequence[int]) -> None:
-        self.order, shared = sort_by_prefix(token_ids, lengths)
+    def __init__(self, token_ids: np.ndarray, lengths: Sequence[int], routes: np.ndarray | None = None) -> None:
+        self.order, shared = sort_by_prefix(token_ids, lengths, routes)
         self.lengths = np.asarray(lengths, np.int64)[self.order]  # indexed by rank
         self._minima = [shared]  # the least of 1, 2, 4, ... entries from each one on
         for level in range(len(shared).bit_length() - 1):
@@ -121,7 +128,12 @@ class TreeSizes:
 
 
 def pack_trees(
-    token_ids: np.ndarray, lengths: Sequence[int], groups: Sequence[int], capacity: int, num_ranks: int = 1
+    token_ids: np.ndarray,
+    lengths: Sequence[int],
+    groups: Sequence[int],
+    capacity: int,
+    num_ranks: int = 1,
+    routes: np.ndarray | None = None,
 ) -> list[tuple[list[int], int]]:
     """Return packs of rows [S, T] with the tokens of their trees: each row is in one pack of at most `capacity` tokens.
 
@@ -133,7 +145,7 @@ def pack_trees(
     Example: two groups of 4 sequences with 90 tokens of prompt and 10 of response in 256: one pack of 2 * 130 tokens
     does not fit, so each group has a pack.
     """
-    sizes = TreeSizes(token_ids, lengths)
+    sizes = TreeSizes(token_ids, lengths, routes)
     max_entries = ENTRIES_PER_TOKEN * capacity
     units = _units(sizes, groups, capacity, max_entries)
     packs = _fill(sizes, units, capacity, max_entries)

@@ -28,7 +28,7 @@ from nemo_rl.policy.logprobs import (
     map_scores,
     scatter_scores,
 )
-from nemo_rl.token_columns import SAMPLING_MASK
+from nemo_rl.token_columns import ROUTED_EXPERTS, SAMPLING_MASK
 
 ScoreLogits = Callable[[torch.Tensor, ScoreQuery], TokenScores]
 
@@ -64,7 +64,8 @@ class SharedPrefixLogprobs(CausalLogprobs):
     ) -> TokenScores:
         """Return what `CausalLogprobs` does."""
         needed = F.pad(needed[:, 1:], (1, 0))
-        tree = SharedPrefixes.of(token_ids, lengths or [token_ids.shape[1]] * len(token_ids))
+        lengths = lengths or [token_ids.shape[1]] * len(token_ids)
+        tree = SharedPrefixes.of(token_ids, lengths, (columns or {}).get(ROUTED_EXPERTS))
         candidates = None if candidate_ids is None else candidate_ids[needed]
         sets = (columns or {}).get(SAMPLING_MASK)
         sets = None if sets is None else sets[needed]

@@ -90,17 +90,21 @@ def hf_routes(model: Any, tokens: Sequence[int], cache: Any = None) -> torch.Ten
     return torch.stack(ids, 1).sort(-1).values
 
 
-def batch_with_routes(lengths: list[int], num_layers: int) -> TensorDict:
-    """Random experts per distinct prefix, in random order; none of every fifth prefix, nor of last tokens."""
+def batch_with_routes(lengths: list[int], num_layers: int, *, per_row: bool = False) -> TensorDict:
+    """Random experts per distinct prefix, in random order; none of every fifth prefix, nor of last tokens.
+
+    With `per_row` every third row has experts of its own also for prefixes that it shares.
+    """
     batch, generator = make_sharing_batch(lengths), torch.Generator().manual_seed(5)
     routes = torch.full((*batch["token_ids"].shape, num_layers, TOP_K), MISSING, dtype=torch.uint8)
-    by_prefix: dict[tuple[int, ...], torch.Tensor] = {}
+    by_prefix: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
     for row, length in enumerate(lengths):
         tokens = batch["token_ids"][row].tolist()
         for at in range(length):
             drawn = torch.rand(num_layers, EXPERTS, generator=generator).argsort(-1)[:, :TOP_K]
             missing = torch.full_like(drawn, MISSING)
             new = missing if len(by_prefix) % 5 == 4 else drawn
-            routes[row, at] = by_prefix.setdefault(tuple(tokens[: at + 1]), new)
+            owner = row if per_row and row % 3 == 0 else -1
+            routes[row, at] = by_prefix.setdefault((owner, tuple(tokens[: at + 1])), new)
     batch["columns"] = TensorDict({"routed_experts": routes}, batch_size=batch.batch_size)
     return batch

@@ -108,3 +108,15 @@ def test_a_history_and_its_beginnings_are_one_pack(num_ranks: int) -> None:
     packs = pack_trees(*padded([history[:n] for n in (10, 20, 30, 40)]), [0] * 4, 64, num_ranks)
     assert packs[0] == ([0, 1, 2, 3], 40)
     assert packs[1:] == [([], 0)] * (num_ranks - 1)
+
+
+def test_tokens_of_other_experts_are_not_shared() -> None:
+    """Of three rows 7, 8, 9 the second was computed by other experts from its second token on."""
+    tokens, lengths = padded([[7, 8, 9]] * 3)
+    routes = np.zeros((3, 3, 2, 2), np.uint16)
+    routes[1, 1:, 1, 0] = 256
+    tree = PrefixTree.of(tokens, lengths, routes)
+    assert tree.num_tokens == 5
+    assert (tree.positions[0] == tree.positions[2]).all()
+    assert (tree.positions[0] == tree.positions[1]).tolist() == [True, False, False]
+    assert pack_trees(tokens, lengths, [0] * 3, 8, routes=routes) == [([0, 1, 2], 5)]
