@@ -9,6 +9,7 @@ HUB_TYPES = {  # names of models with experts
     r"zai-org/GLM-4\.5(-|$)(?!.*V)": "glm4_moe",
     r"deepseek-ai/DeepSeek-V3": "deepseek_v3",
     r"moonshotai/Moonlight-": "deepseek_v3",
+    r"openai/gpt-oss-": "gpt_oss",
     r"nvidia/NVIDIA-Nemotron-3(\.\d)?-": "nemotron_h",
 }
 

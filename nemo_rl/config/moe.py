@@ -15,7 +15,7 @@ SIGMOID_MODEL_TYPES = (
     "glm4_moe",
     "nemotron_h",
 )  # whose routers add a bias per expert to the scores that choose
-BALANCED_MODEL_TYPES = ("qwen3_moe", "mixtral", *SIGMOID_MODEL_TYPES)
+BALANCED_MODEL_TYPES = ("qwen3_moe", "mixtral", "gpt_oss", *SIGMOID_MODEL_TYPES)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in config.json
 
 

@@ -32,6 +32,7 @@ QUERY_BLOCK = 512  # queries of one problem whose keys begin before them
 PAIRS_PER_CALL = 2**24  # pairs of a query and a key, with padding, in one call of several problems
 KEPT_PAIRS = 2**26  # pairs in a tree's masks that are made once for all layers: 128 MiB in bfloat16
 KEPT_KEYS_PER_TOKEN = 4  # gathered for the paths of a tree, up to which the backward pass finds them in memory
+SINK_MODEL_TYPES = ("gpt_oss",)  # whose heads each have a sink, a score that takes probability and adds nothing
 PROBE_WINDOW = 2  # tokens: shorter than the probes' sequences
 
 
@@ -95,7 +96,7 @@ def packing_problem(model: PreTrainedModel) -> str | None:
     Changes the model's attention to the one that takes a `PackedSequences`.
     """
     kind, usual = model.config.model_type, model.config._attn_implementation
-    if usual != "sdpa":
+    if usual != "sdpa" and kind not in SINK_MODEL_TYPES:
         return f"models of type {kind!r} do not compute attention through sdpa"
     if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         return f"models of type {kind!r} attend within chunks of a row"
@@ -118,6 +119,8 @@ def check_shared_prefixes(model: PreTrainedModel, key: str) -> None:
     config = model.config.get_text_config()
     kind, allowed = model.config.model_type, ("full_attention", "sliding_attention")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(allowed))
+    if kind in SINK_MODEL_TYPES:
+        others = ["attention sinks"]
     if others:
         problem = f"models of type {kind!r} have layers of {', '.join(others)}, for which prefixes are not shared"
         raise ConfigError(key, True, f"{problem}; allowed: false")
@@ -167,22 +170,40 @@ def packed_attention_forward(
     *,
     pack: "PackedSequences | SharedPrefixes",
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return attention that is causal within each sequence, or along each path of a tree, as transformers calls it.
 
-    From [1, heads, N, width] to [1, N, heads, width].
+    From [1, heads, N, width] to [1, N, heads, width]. `s_aux` [heads] are sinks.
     """
     if isinstance(pack, SharedPrefixes):
         return tree_attention(query, key, value, pack, sliding_window, options.get("scaling")), None
-    if has_varlen_kernel(query, value):
+    if s_aux is None and has_varlen_kernel(query, value):
         return varlen_attention(query, key, value, pack, sliding_window, options.get("scaling")), None
     parts = zip(*(states.split(pack.lengths, dim=2) for states in (query, key, value)), strict=True)
     results = []
     for q, k, v in parts:
         mask = _window_mask(q.shape[2], sliding_window, q.device)
+        if s_aux is not None:
+            k, v, mask = _add_sinks(q, k, v, mask, s_aux)
         results.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
     return torch.cat(results, dim=1), None
+
+
+def _add_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys and values with one that is zero after them, and the mask [1, H, T, T + 1], which is its score.
+
+    `mask` [T, T] bool tells which keys a query sees; None: those before it, and its own.
+    """
+    heads, length = query.shape[1:3]
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    scores = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -torch.inf)
+    columns = scores.expand(1, heads, -1, -1), sinks.to(query.dtype).view(1, -1, 1, 1).expand(-1, -1, length, -1)
+    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), torch.cat(columns, dim=-1)
 
 
 def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -309,9 +330,15 @@ class SharedPrefixes:
     results: torch.Tensor  # [N] int64: of each token among the concatenated queries of all calls
 
     @classmethod
-    def of(cls, token_ids: torch.Tensor, lengths: Sequence[int]) -> "SharedPrefixes":
-        """Return the tree of rows [B, T] with at least one token each, on their device."""
-        device, tree = token_ids.device, PrefixTree.of(token_ids.cpu().numpy(), lengths)
+    def of(
+        cls, token_ids: torch.Tensor, lengths: Sequence[int], routes: torch.Tensor | None = None
+    ) -> "SharedPrefixes":
+        """Return the tree of rows [B, T] with at least one token each, on their device.
+
+        Rows share a token only if their `routes` [B, T, L, k] to experts, if any, are the same.
+        """
+        device, own = token_ids.device, None if routes is None else routes.cpu().numpy()
+        tree = PrefixTree.of(token_ids.cpu().numpy(), lengths, own)
         calls, results = _plan(tree, device)
         sources, positions, row_positions = (
             torch.from_numpy(array).to(device) for array in (tree.sources, tree.depths, tree.positions)

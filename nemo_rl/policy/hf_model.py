@@ -42,7 +42,7 @@ def load_config(
     `section` is the key of the section that names the model, for errors.
 
     Raises:
-        ConfigError: no such model, or a key that its configuration does not have.
+        ConfigError: no such model, one of quantised weights, or a key that its configuration does not have.
     """
     try:
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
@@ -52,6 +52,10 @@ def load_config(
         if not Path(model_path).exists():
             problem = f"no such directory here, and no such model on the hub ({reason})"
         raise ConfigError(f"{section}.model_name", model_path, problem) from error
+    if (quantised := getattr(config, "quantization_config", None)) and "quantization_config" not in overrides:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        problem = f"its weights are quantised ({method}); allowed: a copy of the model in bfloat16 or float32"
+        raise ConfigError(f"{section}.model_name", model_path, problem)
     _check_overrides(config, overrides, f"{section}.hf_config_overrides")
     if not overrides:
         return config

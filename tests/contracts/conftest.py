@@ -18,13 +18,13 @@ from tests.contracts.layouts import Layouts
 from tests.contracts.openai_server import MAX_LOGPROBS, SERVED_NAME, openai_server
 from tests.contracts.openai_server import MAX_MODEL_LEN as SERVED_MODEL_LEN
 from tests.contracts.rank_pool import RankPool
-from tests.unit.policy.tiny import EXPERT_MODELS, MODELS, saved_model
+from tests.unit.policy.tiny import EXPERT_MODELS, MODELS, STACKED_MODELS, saved_model
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
-    return {name: saved_model(name, directory) for name in MODELS | EXPERT_MODELS}
+    return {name: saved_model(name, directory) for name in MODELS | EXPERT_MODELS | STACKED_MODELS}
 
 
 @pytest.fixture(scope="package")

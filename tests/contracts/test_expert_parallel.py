@@ -54,15 +54,17 @@ QUICK = {
     ("dp 4 ep 2", "qwen3_moe", "packed"),
     ("ep 4", "mixtral", "padded"),
     ("ep 2 tp 2", "qwen3_moe", "shared"),
+    ("ep 2", "gpt_oss", "padded"),
+    ("dp 4 ep 2", "gpt_oss", "packed"),
 }
-MODELS = ("qwen3_moe", "mixtral", "deepseek_v3", "empty")
-UNSPLIT = ("deepseek_v3", "empty")  # no plan of tensor parallelism
+MODELS = ("qwen3_moe", "mixtral", "deepseek_v3", "empty", "gpt_oss")
+UNSPLIT = ("deepseek_v3", "empty", "gpt_oss")  # no plan of tensor parallelism
 CASES = [
     pytest.param(layout, model, batching, marks=() if (layout, model, batching) in QUICK else pytest.mark.slow)
     for layout in EXPERTS_OVER_RANKS
     for model in MODELS
     for batching in BATCHING
-    if not (layout == "ep 2 tp 2" and model in UNSPLIT)
+    if not (layout == "ep 2 tp 2" and model in UNSPLIT) and not (model == "gpt_oss" and batching == "shared")
 ]
 Run = Callable[..., list[Any]]
 
@@ -125,7 +127,11 @@ def test_a_step_is_that_of_one_process(
     expected = plain_names(one, gradients)
     for name, gradient in expected.items():
         torch.testing.assert_close(moved[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
-    routers = [name for name in expected if name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight"))]
+    routers = [
+        name
+        for name in expected
+        if name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight"))
+    ]
     assert routers
     assert all(expected[name].abs().max() > 1e-3 for name in routers)
 

@@ -25,10 +25,11 @@ FSDP_DIM = 1  # of stacked weights [E, rows, columns]: whole experts are sharded
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) of each layer's stacked experts: weights [E, rows, columns] in one module."""
+    """Yield (name, module) of each layer's stacked experts: weights [E, rows, columns], and biases [E, rows], in one
+    module."""
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if name.endswith(".experts") and own and all(p.ndim == 3 for p in own):
+        own = [p.ndim for p in module.parameters(recurse=False)]
+        if name.endswith(".experts") and 3 in own and {*own} <= {2, 3}:
             yield name, module
 
 

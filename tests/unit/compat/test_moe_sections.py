@@ -75,7 +75,9 @@ def test_a_rate_without_a_bias_asks_for_nothing(tmp_path: Path, is_here: bool) -
     assert policy["moe"] == {"bias_update_rate": 1e-3}
 
 
-@pytest.mark.parametrize(("model_type", "kept"), [("qwen3_moe", True), ("gpt_oss", False), (None, True)])
+@pytest.mark.parametrize(
+    ("model_type", "kept"), [("qwen3_moe", True), ("gpt_oss", True), ("glm4_moe", False), (None, True)]
+)
 def test_experts_are_spread_where_their_kind_can_be(tmp_path: Path, model_type: str | None, kept: bool) -> None:
     """A model that is not here is checked once its config.json is."""
     name = "org/absent" if model_type is None else model_directory(tmp_path, model_type=model_type)

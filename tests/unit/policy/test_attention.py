@@ -19,11 +19,11 @@ from transformers import (
 from nemo_rl.errors import ConfigError
 from nemo_rl.loss_types import RequiredScores
 from nemo_rl.policy import attention
-from nemo_rl.policy.attention import PackedSequences, check_packed_attention
+from nemo_rl.policy.attention import PackedSequences, check_packed_attention, check_shared_prefixes
 from nemo_rl.policy.hf_model import decoder_layers, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
 from tests.unit.policy.test_logprobs import LargestTensor
-from tests.unit.policy.tiny import MODELS, SIZES, make_batch
+from tests.unit.policy.tiny import MODELS, SIZES, STACKED_MODELS, make_batch
 
 LENGTHS = [9, 5, 12, 3]
 KEY = "policy.sequence_packing.enabled"
@@ -59,14 +59,18 @@ def scores_and_gradients(model: PreTrainedModel, *, packing_key: str | None, **o
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in MODELS), ("qwen3", {"recomputed": True}), ("gemma2", {"chunk_size": None})],
+    [
+        *((name, {}) for name in [*MODELS, "gpt_oss"]),
+        ("qwen3", {"recomputed": True}),
+        ("gemma2", {"chunk_size": None}),
+    ],
 )
 def test_packed_scores_and_gradients_are_the_padded_ones(name: str, options: dict[str, Any]) -> None:
-    """Of gemma2 too, whose windows of 4 tokens are shorter than a sequence."""
+    """Of gemma2 too, whose windows of 4 tokens are shorter than a sequence, and of gpt-oss with its sinks."""
     results = []
     for packing_key in (None, KEY):
         torch.manual_seed(0)
-        results.append(scores_and_gradients(MODELS[name](), packing_key=packing_key, **options))
+        results.append(scores_and_gradients((MODELS | STACKED_MODELS)[name](), packing_key=packing_key, **options))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=2e-5)
 
 
@@ -125,6 +129,13 @@ def test_packing_is_refused_where_attention_is_the_models_own() -> None:
         ConfigError, match=r"policy\.sequence_packing\.enabled = True: models of type 'llama' do not compute"
     ):
         CausalLogprobs(model, temperature=1.0, chunk_size=None, packing_key=KEY)
+
+
+def test_prefixes_are_not_shared_where_attention_has_sinks() -> None:
+    with pytest.raises(
+        ConfigError, match=r"share_prefixes = True: models of type 'gpt_oss' have layers of attention sinks"
+    ):
+        check_shared_prefixes(STACKED_MODELS["gpt_oss"](), "policy.sequence_packing.share_prefixes")
 
 
 def test_packing_is_refused_where_sequences_are_mixed() -> None:

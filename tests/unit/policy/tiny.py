@@ -17,6 +17,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -138,13 +140,26 @@ def deepseek_v3() -> PreTrainedModel:
     return model
 
 
+def gpt_oss() -> PreTrainedModel:
+    """Return a model with attention sinks, a window of 4 tokens in its first layer, biased experts and router, and
+    gates that are often clamped."""
+    experts: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "swiglu_limit": 0.5}
+    sizes = SIZES | {"head_dim": 8, "sliding_window": 4, "max_position_embeddings": 4096}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **experts))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+STACKED_MODELS = {"gpt_oss": gpt_oss}  # whose files hold the experts of a layer as one tensor
 EXPERT_MODELS = {"qwen3_moe": qwen3_moe, "mixtral": mixtral, "deepseek_v3": deepseek_v3}
 
 
 def saved_model(name: str, directory: Path) -> Path:
     torch.manual_seed(0)
     path = directory / name
-    (MODELS | EXPERT_MODELS)[name]().save_pretrained(path)
+    (MODELS | EXPERT_MODELS | STACKED_MODELS)[name]().save_pretrained(path)
     return path
 
 
