@@ -51,6 +51,8 @@ EXPERTS = MetricGroup(
     {
         "train/moe/load_max_over_mean": "tokens of a layer's most used expert over the mean of its experts, in the "
         "least balanced layer; like all of these metrics over the tokens that a trained one depends on",
+        "train/moe/load_p<percent>_over_mean": "percentiles (0, 10, 50, 90) of the load of all experts, each over the "
+        "mean of its layer",
         "train/moe/unused_experts": "experts, over all layers, that no token went to",
         "train/moe/router_entropy": "mean entropy of the routers' distributions over experts, in nats",
         "train/moe/other_experts": "share of tokens that in some layer went to other experts than recorded "

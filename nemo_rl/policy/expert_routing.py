@@ -19,11 +19,13 @@ from torch import nn
 
 from nemo_rl.column_arrays import id_dtype
 from nemo_rl.config.policy import RouterReplayConfig
-from nemo_rl.distributed.expert_routers import RouterOutput, find_routers, kind_of
+from nemo_rl.distributed.expert_routers import RouterOutput, find_routers, kind_of, probabilities
 from nemo_rl.errors import PolicyError
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.token_layout import TokenLayout
 from nemo_rl.token_columns import ROUTED_EXPERTS
+
+LOAD_PERCENTILES = (0, 10, 50, 90)  # of the experts' load, in metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,11 @@ class RoutingCounts:
     def metrics(self, *, with_routes: bool) -> dict[str, float]:
         """Return the metrics `moe/...` (metric_names.py) of at least one token."""
         count, missing, others, live_others = self.tokens.tolist()
+        over_mean = (self.load / self.load.mean(1, keepdim=True)).flatten()
+        percentiles = over_mean.quantile(over_mean.new_tensor(LOAD_PERCENTILES) / 100).tolist()
         balance = {
-            "moe/load_max_over_mean": float((self.load.max(1).values / self.load.mean(1)).max()),
+            "moe/load_max_over_mean": float(over_mean.max()),
+            **{f"moe/load_p{n}_over_mean": value for n, value in zip(LOAD_PERCENTILES, percentiles, strict=True)},
             "moe/unused_experts": float((self.load == 0).sum()),
             "moe/router_entropy": float(self.entropy.mean()) / count,
         }
@@ -85,8 +90,7 @@ class ExpertRouting:
         """
         self._finish()
         self._layout, self._live = layout, {}
-        later = needed.flip(1).cumsum(1).flip(1) - needed.long()  # needed tokens after each one
-        self._counted = layout.lay_out(later > 0).flatten()
+        self._counted = layout.lay_out(precede_needed(needed)).flatten()
         self._routes = None
         if self._config.enabled and columns is not None and ROUTED_EXPERTS in columns:
             recorded = layout.lay_out(columns[ROUTED_EXPERTS]).flatten(0, 1)
@@ -145,11 +149,11 @@ class ExpertRouting:
         assert self._counted is not None
         weight = self._counted.double()
         load = weight.new_zeros(logits.shape[1]).index_add_(0, ids.flatten(), weight.repeat_interleave(ids.shape[1]))
-        affinities = kind_of(router).affinities(logits)
-        entropy = torch.special.entr(affinities / affinities.sum(-1, keepdim=True)).sum(-1)
+        distribution = probabilities(logits, is_sigmoid=kind_of(router).is_sigmoid)
+        entropy = torch.special.entr(distribution).sum(-1)
         self._layers[index] = load, (entropy * weight).sum()
         if recorded is not None:
-            others = torch.stack([_differs(ids, recorded), _differs(live, recorded)])
+            others = torch.stack([differs(ids, recorded), differs(live, recorded)])
             self._is_other = others if self._is_other is None else self._is_other | others
 
     def _finish(self) -> None:
@@ -169,7 +173,12 @@ class ExpertRouting:
         self._layers, self._is_other = {}, None
 
 
-def _differs(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+def precede_needed(needed: torch.Tensor) -> torch.Tensor:
+    """Return which tokens [B, T] precede one of the `needed` tokens [B, T] of their row."""
+    return needed.flip(1).cumsum(1).flip(1) - needed.long() > 0
+
+
+def differs(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Return which tokens [N] have other experts, in whatever order: [N, k] each."""
     return (ids.sort(-1).values != others.sort(-1).values).any(-1)
 

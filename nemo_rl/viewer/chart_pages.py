@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from nemo_rl.viewer import charts
 from nemo_rl.viewer.charts import ChartLine, ChartView
-from nemo_rl.viewer.distributions import distribution_charts
+from nemo_rl.viewer.distributions import distribution_charts, expert_load_chart
 from nemo_rl.viewer.page import Page, address, whole_number
 from nemo_rl.viewer.viewer_sources import ViewerSource, ViewerSources
 
@@ -51,7 +51,8 @@ def charts_page(sources: ViewerSources, parameters: Sequence[tuple[str, str]]) -
     else:
         drawn += [partial(_draw, runs=runs, name=name, view=view, is_large=is_large) for name in shown]
     if len(runs) == 1 and not pattern and runs[0].kind == "run":
-        drawn += [lambda resolve, chart=chart: chart for chart in distribution_charts(runs[0].split("train"))]
+        distributions = [*distribution_charts(runs[0].split("train")), expert_load_chart(runs[0].metrics)]
+        drawn += [lambda resolve, chart=chart: chart for chart in distributions if chart]
     offered = [source for source in sources.in_order() if source.kind == "run" and source not in runs]
     context = {
         "runs": runs,

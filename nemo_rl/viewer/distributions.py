@@ -1,4 +1,5 @@
-"""Distributions over the steps of a run, from the columns of its rollouts: rewards, lengths, outcomes of groups."""
+"""Distributions over the steps of a run: rewards, lengths and outcomes of groups, from the columns of its rollouts, and
+the load of experts, from its metrics."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -9,11 +10,13 @@ from markupsafe import Markup
 
 from nemo_rl.viewer import charts
 from nemo_rl.viewer.charts import ChartLine
+from nemo_rl.viewer.metrics_file import MetricsFile
 from nemo_rl.viewer.rollout_set import RolloutSet
 
 Outcome: TypeAlias = Literal["wrong", "mixed", "right"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 OUTCOME_LABELS = {"wrong": "all wrong", "mixed": "mixed", "right": "all right"}
+LOADS = {"least": "p0", "10th percentile": "p10", "median": "p50", "90th percentile": "p90", "most": "max"}
 DRAWN: dict[Outcome, int] = {"right": 2, "mixed": 7, "wrong": 6}  # from below; colours of the chart
 
 
@@ -86,3 +89,12 @@ def distribution_charts(rollouts: RolloutSet) -> list[Markup]:
         charts.heat_map("Lengths of rollouts (sampled tokens)", step, rollouts.column("tokens").astype(float)),
     )
     return [chart for chart in drawn if chart]
+
+
+def expert_load_chart(metrics: MetricsFile) -> Markup:
+    """Return the chart of the load of experts over the steps, each over the mean of its layer; "" for dense models."""
+    lines = [
+        ChartLine(label, metrics.series(f"train/moe/load_{name}_over_mean"), colour)
+        for colour, (label, name) in enumerate(LOADS.items())
+    ]
+    return charts.line_chart("Load of experts over the mean of their layer", lines, alarm=1.0)

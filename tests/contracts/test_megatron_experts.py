@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from nemo_rl.distributed.expert_routers import find_routers
-from tests.contracts.layouts import BATCHING, LENGTHS, UNEVEN, Layouts, assert_near, plain_model
+from tests.contracts.layouts import BATCHING, EXPERTS, LENGTHS, UNEVEN, Layouts, assert_near, plain_model
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool
 from tests.unit.policy.fsdp2.test_balance import losses_by_hand, routed
@@ -65,7 +65,7 @@ def glm4_moe() -> PreTrainedModel:
 
 
 MIXTURES: dict[str, Callable[[], PreTrainedModel]] = {"qwen3_moe": qwen3_moe, "mixtral": mixtral, "glm4_moe": glm4_moe}
-EACH = [
+QUICK = {  # each way once; the rest of the product is slow
     ("megatron one rank", "mixtral", "packed"),
     ("megatron ep 2", "qwen3_moe", "samples"),
     ("megatron ep 2", "glm4_moe", "packed"),
@@ -74,6 +74,13 @@ EACH = [
     ("megatron tp 2 etp 2", "mixtral", "samples"),
     ("megatron dp 2 tp 2 ep 2", "mixtral", "packed"),
     ("megatron dp 2 pp 2 ep 2", "glm4_moe", "samples"),
+}
+CASES = [
+    pytest.param(layout, name, batching, marks=() if (layout, name, batching) in QUICK else pytest.mark.slow)
+    for layout in EXPERTS
+    for name in MIXTURES
+    for batching in BATCHING
+    if not (name == "qwen3_moe" and "pp 2" in layout)  # its three layers are not two equal stages
 ]
 
 
@@ -102,7 +109,7 @@ def plain_loss(model: PreTrainedModel, batch: TensorDict) -> torch.Tensor:
     return -(batch["advantages"] * plain_logprobs(model, batch)).sum() / batch["token_mask"].sum()
 
 
-@pytest.mark.parametrize(("layout", "name", "batching"), EACH)
+@pytest.mark.parametrize(("layout", "name", "batching"), CASES)
 def test_mixture_learns_as_in_one_process(
     layout: str, name: str, batching: str, run: Layouts, mixtures: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -320,6 +327,29 @@ def test_tokens_go_to_the_experts_that_the_engine_recorded(
         for parameter in model.parameters():
             parameter -= torch.zeros(()) if parameter.grad is None else parameter.grad
     assert_near(after, in_files(model, tmp_path))
+
+
+@pytest.mark.parametrize("mode", ["R3", "observe"])
+@pytest.mark.parametrize(
+    ("layout", "batching"), [("megatron tp 2 ep 2", "packed"), ("megatron dp 2 pp 2 ep 2", "samples")]
+)
+def test_metrics_of_the_routers_are_those_of_one_fsdp2_rank(
+    layout: str, batching: str, mode: str, run: Layouts
+) -> None:
+    """With layers recomputed, also those of a stage without experts."""
+    batch = make_batch(UNEVEN)
+    routes = recorded_routes(UNEVEN, num_layers=1, num_experts=8, topk=4)
+    batch["columns"] = TensorDict({"routed_experts": routes}, batch_size=[len(UNEVEN)])
+    config: dict[str, Any] = {"router_replay": {"enabled": True, "mode": mode}, **BATCHING[batching]}
+    calls = [("train_step", batch, WeightedNLL())]
+    (found,) = run(layout, "glm4_moe", *calls, megatron_cfg={"activation_checkpointing": True}, **config)
+    (expected,) = run("plain", "glm4_moe", *calls, **config)
+    names = {name for name in expected if name.startswith("moe/")}
+    assert len(names) == 10
+    assert names <= found.keys()
+    assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-5)
+    assert (found["moe/other_experts"] > 0.5) == (mode == "observe")
+    assert 0 < found["moe/missing_routes"] < 0.2
 
 
 @pytest.mark.parametrize(

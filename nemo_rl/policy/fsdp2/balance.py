@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_rl.config.moe import MoEConfig
-from nemo_rl.distributed.expert_routers import find_routers
+from nemo_rl.distributed.expert_routers import find_routers, kind_of, probabilities
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout, context_group
 
@@ -168,8 +168,8 @@ class RouterBalance:
         """Return this rank's part of the losses of a layer; `counts` [E] are those of all ranks."""
         num_tokens = counts.sum() / k
         share = counts / counts.sum()
-        probabilities = _probabilities(logits, is_sigmoid=self._bias(router) is not None)
-        balance = len(counts) * (share * probabilities.sum(dim=0)).sum() / num_tokens
+        distribution = probabilities(logits, is_sigmoid=self._is_sigmoid(router))
+        balance = len(counts) * (share * distribution.sum(dim=0)).sum() / num_tokens
         z = logits.logsumexp(dim=-1).square().sum() / num_tokens
         if self._is_counting:
             self._add(router_balance=balance, router_z=z)
@@ -180,6 +180,9 @@ class RouterBalance:
         """Return the model's routers in the order of its layers."""
         return find_routers(model)
 
+    def _is_sigmoid(self, router: nn.Module) -> bool:
+        return kind_of(router).is_sigmoid
+
     def _bias(self, router: nn.Module) -> torch.Tensor | None:
         """Return the router's bias per expert; None for one that has none."""
         return dict(router.named_buffers(recurse=False)).get(BIAS)
@@ -188,14 +191,6 @@ class RouterBalance:
         for name, loss in losses.items():
             value = loss.detach() * self._weight
             self._losses[name] = self._losses[name] + value if name in self._losses else value
-
-
-def _probabilities(logits: torch.Tensor, *, is_sigmoid: bool) -> torch.Tensor:
-    """Return the probabilities [N, E] of float32 logits: a softmax, or the shares of sigmoid scores."""
-    if not is_sigmoid:
-        return logits.softmax(dim=-1)
-    scores = logits.sigmoid()
-    return scores / scores.sum(dim=-1, keepdim=True)
 
 
 class _WithLoss(torch.autograd.Function):

@@ -71,5 +71,8 @@ class StageBalance(RouterBalance):
     def _find_routers(self, model: torch.nn.Module) -> list[Any]:
         return [*find_routers(model)]
 
+    def _is_sigmoid(self, router: torch.nn.Module) -> bool:
+        return router.is_sigmoid  # type: ignore[return-value]
+
     def _bias(self, router: torch.nn.Module) -> torch.Tensor | None:
         return router.expert_bias  # type: ignore[return-value]

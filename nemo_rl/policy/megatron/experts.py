@@ -71,9 +71,14 @@ class ExpertRouter(TopKRouter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logits: torch.Tensor | None = None  # [N, E]
-        if self.score_function == "sigmoid":
+        if self.is_sigmoid:
             del self.expert_bias
             self.register_buffer("expert_bias", torch.zeros(self.weight.shape[0], dtype=torch.float32))
+
+    @property
+    def is_sigmoid(self) -> bool:
+        """Return whether scores are sigmoids of the logits, not their softmax."""
+        return self.score_function == "sigmoid"
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None

@@ -38,7 +38,7 @@ from nemo_rl.policy.megatron.experts import ExpertLayer, expert_options
 from nemo_rl.policy.megatron.kernels import Kernels, layer_spec
 from nemo_rl.policy.megatron.mapping import vocab_rows_per_rank
 from nemo_rl.policy.megatron.mixtures import read_mixture
-from nemo_rl.policy.megatron.replay import StageReplay
+from nemo_rl.policy.megatron.routing import StageRouting
 from nemo_rl.policy.truncation import WHOLE, VocabularyShard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -185,7 +185,7 @@ class Stage(GPTModel):
         )
         self.config = copy(settings)  # which the schedules read; the layers keep their own
         self.config.num_moe_experts = None  # else they scale losses of the layers by the device of the scores
-        self.replay: StageReplay | None = None  # of the experts that engines recorded
+        self.routing: StageRouting | None = None  # of a mixture of experts that is trained
         self.num_tokens = model.vocab_size
         self.temperature = temperature
         self.truncation = WHOLE  # the scored distribution's
@@ -211,12 +211,12 @@ class Stage(GPTModel):
             pack = PackedSequences.of(
                 lengths or [token_ids.shape[1]] * len(token_ids), token_ids.shape[1], token_ids.device
             )
-        if self.replay is not None:
-            self.replay.begin(columns, pack)
+        needed = F.pad(needed[:, 1:], (1, 0))
+        if self.routing is not None:
+            self.routing.begin(needed, columns, pack)
         hidden = self._hidden_states(token_ids, pack)
         if not self.post_process:
             return hidden
-        needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
         score_query = ScoreQuery.at(at, token_ids, wanted, candidate_ids, columns)
         if pack is not None:

@@ -39,7 +39,7 @@ from nemo_rl.policy.megatron.model import DTYPES, Stage, transformer_config
 from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
 from nemo_rl.policy.megatron.optimizer_keys import to_torch_config
 from nemo_rl.policy.megatron.parallel import make_groups, megatron_device_context
-from nemo_rl.policy.megatron.replay import StageReplay
+from nemo_rl.policy.megatron.routing import StageRouting
 from nemo_rl.policy.megatron.weights import StageWeights
 from nemo_rl.policy.micro_batches import MicroBatching, columns_of, count_valid, micro_batches, training_micro_batching
 from nemo_rl.policy.offload import optimizer_tensors
@@ -141,10 +141,10 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         if config.moe.balances:
             balance = StageBalance(stage, config.moe, layout=layout, group=parallel.data_group())
         mixture = read_mixture(model.config)
-        if config.router_replay.replays and mixture is not None:
-            stage.replay = StageReplay(stage, mixture)
+        if mixture is not None:
+            stage.routing = StageRouting(stage, mixture, config.router_replay)
         if section.activation_checkpointing:
-            kept = [one for one in (balance, stage.replay) if one is not None]
+            kept = [one for one in (balance, stage.routing) if one is not None]
             recompute_activations(stage.decoder.layers, partial(_recomputation, kept))
         self._model = model
         self.module = stage
@@ -177,6 +177,10 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         if self._main.is_divided:
             value = _itself if dtype == DTYPES[self.config.precision] else self._main.whole
         return tensors_of_files(self._model, self._weights.all(value, dtype))
+
+    def _routing_metrics(self) -> dict[str, float]:
+        routing = self.module.routing
+        return routing.take_metrics(self.layout) if isinstance(routing, StageRouting) else {}
 
     def _load_weights(self, path: Path) -> None:
         directory = path / "weights"
@@ -216,7 +220,7 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
 
 
 def _recomputation(
-    kept: Sequence[StageBalance | StageReplay],
+    kept: Sequence[StageBalance | StageRouting],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts of a layer's forward pass, and of its recomputation, in which routers know the same."""
     return nullcontext(), _entered([one.recall() for one in kept])

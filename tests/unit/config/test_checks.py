@@ -56,7 +56,7 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
         (
             ["policy.router_replay={enabled: true, mode: R2}", "policy.megatron_cfg.enabled=true"],
             "policy.router_replay.mode",
-            "Megatron's ranks replay the experts of engines, and record none; allowed: R3",
+            "Megatron's ranks replay the experts of engines, and record none; allowed: R3, observe",
         ),
         (
             ["policy.sequence_packing.share_prefixes=true"],

@@ -124,6 +124,15 @@ def test_replay_gives_logprobs_and_gradients_of_forced_routers(
     assert metrics["moe/live_other_experts"] > 0.5
 
 
+def test_a_prefix_is_shared_by_the_rows_whose_experts_computed_it_alike(directories: dict[str, Path]) -> None:
+    model = expert_model("qwen3_moe")
+    batch = batch_with_routes(LENGTHS, len(layers_with_experts(model)), per_row=True)
+    policy = make_policy(SINGLE_RANK, directories["qwen3_moe"], router_replay={"enabled": True}, **TREES)
+    expected = expected_logprobs(model, batch).detach()
+    torch.testing.assert_close(scored(policy, "logprobs", batch), expected, rtol=0, atol=2e-5)
+    assert policy.train_step(batch, WeightedNLL())["moe/other_experts"] == 0
+
+
 def test_metrics_count_the_tokens_that_a_sampled_token_depends_on(directories: dict[str, Path]) -> None:
     model = expert_model("qwen3_moe")
     batch = batch_with_routes(LENGTHS, 2)
@@ -152,6 +161,9 @@ def test_metrics_count_the_tokens_that_a_sampled_token_depends_on(directories: d
     assert metrics["moe/missing_routes"] == pytest.approx(missing / total)
     assert metrics["moe/other_experts"] == metrics["moe/live_other_experts"] == pytest.approx(others / total)
     assert metrics["moe/load_max_over_mean"] == pytest.approx(float((load.max(1).values / load.mean(1)).max()))
+    percentiles = sorted((load / load.mean(1, keepdim=True)).flatten().tolist())  # of 16 experts: median of 7 and 8
+    assert metrics["moe/load_p0_over_mean"] == pytest.approx(percentiles[0])
+    assert metrics["moe/load_p50_over_mean"] == pytest.approx((percentiles[7] + percentiles[8]) / 2)
     assert metrics["moe/unused_experts"] == float((load == 0).sum())
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl.viewer import charts
 from nemo_rl.viewer.charts import ChartLine, ChartView
-from nemo_rl.viewer.distributions import distribution_charts, group_table, outcome_lines
+from nemo_rl.viewer.distributions import distribution_charts, expert_load_chart, group_table, outcome_lines
 from nemo_rl.viewer.site import Renderer, find_page
 from nemo_rl.viewer.viewer_sources import ViewerSource, ViewerSources
 from tests.unit.viewer.rundirs import failed, rollout, write_run
@@ -101,6 +101,21 @@ def test_groups_are_wrong_mixed_or_right_without_their_failed_rollouts(run: View
 
 def test_run_without_rollouts_has_no_distributions(tmp_path: Path) -> None:
     assert distribution_charts(ViewerSource.open(write_run(tmp_path / "exp_001")).split("train")) == []
+
+
+def test_the_load_of_experts_is_drawn_of_runs_that_have_it(tmp_path: Path) -> None:
+    names = {"p0": 0.0, "p10": 0.25, "p50": 1.0, "p90": 1.5, "max": 3.0}
+    loads = {f"train/moe/load_{name}_over_mean": value for name, value in names.items()}
+    write_run(tmp_path / "exp_001", metrics=[{"step": 1, **loads}])
+    write_run(tmp_path / "exp_002", metrics=[{"step": 1, "train/loss": 1.0}])
+    sources = ViewerSources.open([tmp_path], cache=tmp_path / "cache")
+    for source in sources.by_id.values():
+        source.complete()
+    chart = expert_load_chart(sources.get("exp_001").metrics)
+    (text,) = points(chart)
+    assert text == "step 1: least 0, 10th percentile 0.25, median 1, 90th percentile 1.5, most 3"
+    assert "Load of experts" in html(sources, "/charts?run=exp_001")
+    assert "Load of experts" not in html(sources, "/charts?run=exp_002")
 
 
 @pytest.fixture
