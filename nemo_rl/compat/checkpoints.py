@@ -27,17 +27,18 @@ from nemo_rl.config.recipe_files import at
 from nemo_rl.durable_files import complete_or_absent
 from nemo_rl.errors import CheckpointError, ConfigError, describe_error
 from nemo_rl.policy.hf_model import empty_model, load_model, tied_names
+from nemo_rl.policy.megatron.backend import SUPPORTED_MODEL_TYPES
 from nemo_rl.policy.megatron.mapping import VocabularyRows, Weight, iter_model_weights
 from nemo_rl.policy.saving import save_weights
 
 RECIPE_FILE = "config.yaml"
 WRAPPER = "model."  # of DTensor's state dict before 0.6
-MEGATRON_TYPES = ("llama", "qwen2", "qwen3")
 # Megatron's norms under the names of TransformerEngine's fused layers, which its checkpoints use in any case.
 FUSED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
+OWN_EXPERTS, SAVED_EXPERTS = "local_experts.{}.", "experts."  # all experts of a layer are one tensor of a checkpoint
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 IGNORED = re.compile(r"^(optimizer|chained_\d+)\.|_extra_state|^rng_state|^rerun_state|rotary_emb\.inv_freq$")
 
@@ -78,7 +79,10 @@ def _open_weights(
         return base, merged_weights(adapted, base)
     saved, is_megatron = open_tensors(checkpoint)
     model = empty_model(*_find_model(saved.directory, recipe, model_name))
-    return model, _megatron_names(saved, model) if is_megatron else _plain_names(saved, model)
+    if is_megatron:
+        in_files = revert_weight_conversion(model, dict(_megatron_names(saved, model)))  # experts are views
+        return model, ((name, tensor.clone()) for name, tensor in in_files.items())
+    return model, _plain_names(saved, model)
 
 
 def _weight_directories(checkpoint: Path) -> tuple[Path, ...]:
@@ -146,8 +150,8 @@ def _plain_names(saved: SavedTensors, model: PreTrainedModel) -> Iterator[tuple[
 
 def _megatron_names(saved: SavedTensors, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield Hugging Face's tensors of Megatron's, whose layers are saved one by one or all together."""
-    if model.config.model_type not in MEGATRON_TYPES:
-        problem = f"no such model's weights are mapped from Megatron; allowed: {', '.join(MEGATRON_TYPES)}"
+    if model.config.model_type not in SUPPORTED_MODEL_TYPES:
+        problem = f"no such model's weights are mapped from Megatron; allowed: {', '.join(SUPPORTED_MODEL_TYPES)}"
         raise ConfigError("model", model.config.model_type, problem)
     by_key: dict[str, list[tuple[int | None, Weight]]] = defaultdict(list)
     missing = []
@@ -167,11 +171,12 @@ def _megatron_names(saved: SavedTensors, model: PreTrainedModel) -> Iterator[tup
         tensor = saved.read(key)
         for layer, weight in weights:
             parts = weight.whole([tensor if layer is None else tensor[layer]])
-            yield from ((name, part.clone()) for name, part in zip(weight.sources, parts, strict=True))  # views
+            yield from zip(weight.sources, parts, strict=True)
 
 
 def _find_megatron_key(saved: SavedTensors, name: str) -> tuple[str | None, int | None]:
     """Return the key of a weight of Megatron's and, where it holds all layers, the layer's index in it."""
+    name = name.replace(OWN_EXPERTS, SAVED_EXPERTS)
     names = [name, *(name.replace(own, fused) for own, fused in FUSED_NORMS.items() if own in name)]
     for one in names:
         if one in saved.shapes:

@@ -9,7 +9,8 @@ from nemo_rl.observability.console import configure_logging
 DESCRIPTION = """Write the weights and the tokenizer of a checkpoint of NeMo-RL as a Hugging Face directory.
 
 It reads DTensor policies (torch.distributed.checkpoint and safetensors shards, with experts, too; LoRA adapters, which
-it merges into the base model) and Megatron's torch_dist (Llama, Qwen2 and Qwen3), in this process and without a GPU.
+it merges into the base model) and Megatron's torch_dist (Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral, GLM-4.5), in this
+process and without a GPU.
 The optimizer's state is left out.
 """
 

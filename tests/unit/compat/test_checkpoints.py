@@ -196,6 +196,31 @@ def test_experts_are_read_one_by_one_as_the_models_files_hold_them(
     assert state_of(tmp_path / "hf").keys() == state_of(model).keys()
 
 
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_experts_of_megatron_are_one_tensor_of_a_layer_or_of_all_layers(
+    is_stacked: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """As megatron-core's `SequentialMLP` and `TEGroupedMLP` save them: [experts, rows, columns] under `experts`."""
+    model, state = models["qwen3_moe"], state_of(models["qwen3_moe"])
+    config = AutoModelForCausalLM.from_pretrained(model).config
+    named = {w.name: w.shard([state[name] for name in w.sources], 0, 1) for w in iter_model_weights(config)}
+    named = {name.replace("mlp.experts.local_experts.{}.", "mlp.experts.experts."): t for name, t in named.items()}
+    assert named["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (8, 48, 32)
+    if is_stacked:
+        layers = {name: tensor for name, tensor in named.items() if name.startswith("decoder.layers.0.")}
+        for name in layers:
+            pair = [named.pop(name), named.pop(name.replace("layers.0.", "layers.1."))]
+            named[name.replace("layers.0.", "layers.")] = torch.stack(pair)
+    step = make_step(tmp_path, model)
+    weights = step / "policy" / "weights" / "iter_0000000"
+    dcp.save(named, checkpoint_id=weights, no_dist=True)
+    (weights / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    convert(step, tmp_path / "hf")
+    found, expected = load_file(tmp_path / "hf" / "model.safetensors"), load_file(model / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 class RunsCode:
     """Makes a directory when it is unpickled."""
 
