@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from nemo_rl.generation.vllm.cpu.core_thread import InProcessEngine
+
+logger = logging.getLogger(__name__)
 
 MAX_SEED = 2**63 - 1  # vLLM keeps seeds in an int64
 CONTROL_S = 600.0  # limit for the engine to pause, resume, load weights, sleep or wake
@@ -171,11 +174,8 @@ class VllmGeneration:
 
         One more than `top_k`, because more than that many tokens stay if the last ones are as likely as each other.
         """
-        if not sampling.needs_sampling_mask:
-            return 0
-        width = min(sampling.top_k + 1 if sampling.top_k > 0 else self._vocab_size, self._vocab_size)
         limit: int = self._engine.vllm_config.model_config.max_logprobs
-        return width if width <= limit else 0
+        return recorded_width(sampling, vocab_size=self._vocab_size, limit=limit)
 
     def _params(self, request: GenerationRequest) -> "SamplingParams":
         make = self._make_params if request.sampling.guide else self._cached_params  # vLLM modifies params with a guide
@@ -335,6 +335,27 @@ def weight_loading_call(weights: LocalWeights | WeightManifest | DeviceWeights |
         return "load_device_weights", astuple(weights)
     entries = [(entry.name, entry.dtype, list(entry.shape), entry.offset) for entry in weights.entries]
     return "load_weight_file", (weights.path, entries)
+
+
+def recorded_width(sampling: types.SamplingParams, *, vocab_size: int, limit: int) -> int:
+    """Return `_recorded_width` of an engine that returns at most `limit` log-probs per token; warns if that is less."""
+    if not sampling.needs_sampling_mask:
+        return 0
+    width = min(sampling.top_k + 1 if sampling.top_k > 0 else vocab_size, vocab_size)
+    if width <= limit:
+        return width
+    _warn_that_sets_are_missing(width, limit)
+    return 0
+
+
+@functools.lru_cache
+def _warn_that_sets_are_missing(width: int, limit: int) -> None:
+    """Warn once per process."""
+    logger.warning(
+        "policy.generation: the sets that tokens are drawn from are not recorded: one may have %d tokens, vLLM returns "
+        "%d; the policy truncates its own logits, which differ by rounding (top_k of at most %d has recorded sets)",
+        *(width, limit, limit - 1),
+    )
 
 
 def to_completion(

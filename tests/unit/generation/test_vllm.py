@@ -11,10 +11,11 @@ from vllm.logprobs import FlatLogprobs
 from nemo_rl.distributed.processes import Activity
 from nemo_rl.errors import GenerationError
 from nemo_rl.generation.requests import generate_by_deadline
+from nemo_rl.generation.vllm import engine
 from nemo_rl.generation.vllm.engine import VllmGeneration, to_completion
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig
 from nemo_rl.generation.vllm.process_environment import importing_vllm
-from nemo_rl.types import Completion, FailedRequest, WeightSpan
+from nemo_rl.types import Completion, FailedRequest, SamplingParams, WeightSpan
 from nemo_rl.weight_manifests import DeviceWeights, WeightManifest
 from tests.contracts.engines import answers, request
 from tests.fakes.virtual_time import run_in_virtual_time
@@ -24,6 +25,20 @@ def output(*, finish_reason: str, spans: Any = None) -> Any:
     logprobs = SimpleNamespace(logprobs=[-0.5, -1.5])
     sampled = SimpleNamespace(token_ids=[4, 5], logprobs=logprobs, finish_reason=finish_reason, weight_versions=spans)
     return SimpleNamespace(outputs=[sampled])
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "width"), [(1.0, -1, 0), (0.9, 3, 4), (0.9, 512, 513), (0.9, -1, 0), (1.0, 513, 0)]
+)
+def test_sets_that_may_be_too_large_are_not_recorded_with_one_warning(
+    top_p: float, top_k: int, width: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine._warn_that_sets_are_missing.cache_clear()
+    sampling = SamplingParams(8, top_p=top_p, top_k=top_k, return_sampling_mask=True)
+    for each in (sampling, replace(sampling, max_new_tokens=7)):
+        assert engine.recorded_width(each, vocab_size=1000, limit=513) == width
+    is_lost = sampling.needs_sampling_mask and not width
+    assert [record.message.split(":")[0] for record in caplog.records] == ["policy.generation"] * is_lost
 
 
 def test_sets_are_the_likeliest_tokens_that_have_a_probability():
