@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.attention import PackedSequences, packed_attention_forward, packing_problem
+from nemo_rl.policy.attention import SINK_MODEL_TYPES, PackedSequences, packed_attention_forward, packing_problem
 from nemo_rl.policy.exchanges import exchange_rows, gather_rows
 from nemo_rl.policy.token_layout import ScoredShare
 
@@ -170,6 +170,8 @@ def check_context_parallel(model: PreTrainedModel, key: str, size: int) -> None:
     in its row. Changes the model's attention.
     """
     kind = model.config.model_type
+    if kind in SINK_MODEL_TYPES:
+        raise ConfigError(key, size, f"the attention sinks of models of type {kind!r} are not divided; allowed: 1")
     if (problem := packing_problem(model)) is not None:
         raise ConfigError(key, size, f"{problem}, and ranks have slices of a pack; allowed: 1")
     model.set_attn_implementation(LONE_TOKENS)
