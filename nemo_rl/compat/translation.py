@@ -38,6 +38,7 @@ SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_
 SERVER_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")
 ENGINE = Cause("speed", "vLLM samples the same distribution; write policy.generation.backend: vllm")
 FP8 = Cause("speed", "engines and layers compute in bfloat16 or float32")
+ONE_NODE = Cause("layout", "an engine runs on one node; write at most the GPUs that engines have there")
 NO_TEACHER_LIST = Cause("results", "teachers are named by task: teachers.<task>, or teacher for all")
 SERVED_TEMPLATE = Cause("results", "the gateway renders what the policy is trained on: policy.tokenizer.chat_template")
 PASS_THROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -241,7 +242,20 @@ def _translate_engine(config: dict[str, Any], report: Report) -> None:
     engine = generation.get("vllm_cfg")
     if isinstance(engine, dict) and engine.get("precision") == "fp8":
         report.refuse("policy.generation.vllm_cfg.precision", engine.pop("precision"), FP8)
+    if isinstance(engine, dict) and report.release is not None:
+        _fit_engine(config, generation, engine, report)
     _translate_served_chat(config, engine, report)
+
+
+def _fit_engine(config: dict[str, Any], generation: dict[str, Any], engine: dict[str, Any], report: Report) -> None:
+    """Refuse an engine of more GPUs than a node has for it; with --allow-unsupported it has these."""
+    own = at(generation, ["colocated", "resources", "gpus_per_node"])
+    is_colocated = at(generation, ["colocated", "enabled"]) is not False
+    size, gpus = engine.get("tensor_parallel_size"), at(config, ["cluster", "gpus_per_node"])
+    gpus = gpus if is_colocated or not isinstance(own, int) else own
+    if isinstance(size, int) and isinstance(gpus, int) and 0 < gpus < size:
+        report.refuse("policy.generation.vllm_cfg.tensor_parallel_size", size, ONE_NODE)
+        engine["tensor_parallel_size"] = gpus if report.allow_unsupported else size
 
 
 def _translate_served_chat(config: dict[str, Any], engine: Any, report: Report) -> None:

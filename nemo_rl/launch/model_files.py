@@ -158,6 +158,8 @@ def _config_file(key: str, model_name: str) -> Path | None:
     directory = checkpoint_weights(model_name) or Path(model_name)
     if directory.is_dir():
         return directory / MODEL_FILE
+    if _is_path(model_name):
+        return None
     from huggingface_hub import try_to_load_from_cache  # half a second that a local model need not wait
 
     found = try_to_load_from_cache(model_name, MODEL_FILE)

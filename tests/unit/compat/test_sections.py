@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.compat import data_sections, environment_sections, megatron_models
+from nemo_rl.compat import data_sections, environment_sections, megatron_models, translation
 from nemo_rl.compat.tables import Report
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.errors import ConfigError
@@ -182,3 +182,24 @@ def test_the_schedule_of_a_switched_model_is_megatrons(style: str, warmup: int) 
         {"model_name": "m"} | {k: config["policy"][k] for k in ("optimizer", "scheduler")}
     )
     assert learning_rates(ours, 14) == pytest.approx(learning_rates(theirs, 14), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("colocated", "gpus"),
+    [({"enabled": True}, 8), ({"enabled": False, "resources": {"gpus_per_node": 4, "num_nodes": 1}}, 4)],
+)
+def test_an_engine_is_cut_to_the_gpus_of_a_node_on_request(colocated: dict[str, Any], gpus: int) -> None:
+    def recipe(size: int) -> dict[str, Any]:
+        engine = {"tensor_parallel_size": size}
+        generation = {"colocated": colocated, "vllm_cfg": engine}
+        return {"policy": {"generation": generation}, "cluster": {"gpus_per_node": 8, "num_nodes": 2}}
+
+    cut, kept = recipe(16), recipe(gpus)
+    translation._translate_engine(cut, allowed := report(allow=True))
+    translation._translate_engine(kept, allowed)
+    assert cut == kept == recipe(gpus)
+    assert allowed.problems == []
+    translation._translate_engine(recipe(16), refused := report())
+    assert [(error.key, error.value) for error in refused.problems] == [
+        ("policy.generation.vllm_cfg.tensor_parallel_size", 16)
+    ]

@@ -9,7 +9,7 @@ import pytest
 from nemo_rl.command_line import ExitCode, run_command
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch import recipe_commands
-from nemo_rl.launch.model_files import check_directory, check_model_name, find_shape
+from nemo_rl.launch.model_files import check_directory, check_model_name, find_shape, read_model_config
 from nemo_rl.launch.recipe_commands import (
     COLLECT_JOB,
     DISTILLATION_JOB,
@@ -129,3 +129,8 @@ def test_a_local_model_needs_no_download(tmp_path: Path) -> None:
 def test_a_model_that_is_not_here_is_named_with_the_command_that_gets_it() -> None:
     with pytest.raises(UnknownShapeError, match=r"hf download no-such/model-here config\.json"):
         find_shape("policy.model_name", "no-such/model-here")
+
+
+@pytest.mark.parametrize("name", ["/path/to/a/model", "no-such/model-here"])
+def test_a_model_that_is_not_here_has_no_configuration(name: str) -> None:
+    assert read_model_config("policy.model_name", name) is None
