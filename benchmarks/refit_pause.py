@@ -49,7 +49,7 @@ class WatchedGeneration(VllmGeneration):
         self.last_token = 0.0  # when it came, of whatever request
         self.has_token = asyncio.Event()
 
-    async def _sample(self, request: GenerationRequest) -> Any:
+    async def _sample(self, request: GenerationRequest, adapter: Any) -> Any:
         prompt = self._tokens_input(list(request.token_ids))
         last, latest = None, None
         async for output in self._engine.generate(prompt, self._params(request), request.request_id):

@@ -81,7 +81,15 @@ class Agent(Protocol):
         ...
 
 
-class Generation(Protocol):
+class WeightTarget(Protocol):
+    """What a transport delivers weights to."""
+
+    async def update_weights(self, manifest: Weights, weight_version: int) -> None:
+        """Load the weights of `manifest`."""
+        ...
+
+
+class Generation(WeightTarget, Protocol):
     """An engine that samples tokens."""
 
     @property
@@ -131,6 +139,23 @@ class HasReplicas(Protocol):
     def replica_names(self) -> Sequence[str]: ...
 
 
+@runtime_checkable
+class HoldsAdapters(Generation, Protocol):
+    """A Generation that samples under versions of an adapter, side by side, beside its base model."""
+
+    async def begin_refit(self) -> None:
+        """Let engines that have started since the last refit take part in the next one."""
+        ...
+
+    async def load_adapter(self, manifest: Weights, weight_version: int) -> None:
+        """Load a further version, which new requests are sampled under.
+
+        Nothing is paused: a running request ends under the version that it began with, and one that names an older
+        `weight_version` is sampled under it as long as the engine holds it.
+        """
+        ...
+
+
 class Teacher(Protocol):
     """A frozen model that scores tokens."""
 
@@ -147,6 +172,18 @@ class Teacher(Protocol):
     async def onload(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class WeightSource(Protocol):
+    """What a transport takes weights from."""
+
+    async def run_with_weights(self, use: "WeightUse[ResultT]") -> ResultT:
+        """Call `use` in the process of the weights with (Hugging Face name, tensor) pairs in the engines' dtype."""
+        ...
+
+    async def run_on_all_ranks(self, use: "WeightUse[ResultT]") -> Sequence[ResultT]:
+        """Call `use` on every rank with all weights; return the results by rank."""
+        ...
 
 
 class Policy(Protocol):
@@ -179,15 +216,15 @@ class Policy(Protocol):
         """
         ...
 
-    async def run_with_weights(self, use: "WeightUse[ResultT]") -> ResultT:
+    async def run_with_weights(self, use: "WeightUse[ResultT]", *, adapter_only: bool = False) -> ResultT:
         """Call `use` in the process of the weights with (Hugging Face name, tensor) pairs in the engines' dtype.
 
         No two tensors share memory. `use` may return them, and must not write to them; they are valid until the next
-        training step.
+        training step. With `adapter_only` they are those of the adapter, named as peft's files, B with its scale.
         """
         ...
 
-    async def run_on_all_ranks(self, use: "WeightUse[ResultT]") -> Sequence[ResultT]:
+    async def run_on_all_ranks(self, use: "WeightUse[ResultT]", *, adapter_only: bool = False) -> Sequence[ResultT]:
         """Call `use` on every rank with all weights, as `run_with_weights` does; return the results by rank."""
         ...
 
@@ -246,6 +283,11 @@ class DeviceTurns(Protocol):
 
 class WeightSync(Protocol):
     """Brings the policy's weights to the engine."""
+
+    @property
+    def keeps_versions(self) -> bool:
+        """Return whether running requests keep the weights that they began with, so that no refit waits for them."""
+        ...
 
     async def publish(
         self, policy: Policy, generation: Generation, *, weight_version: int, turns: DeviceTurns | None = None

@@ -273,6 +273,7 @@ class GenerationRequest:
     messages: tuple[Message, ...] = ()  # the conversation, for servers that render it; else empty
     tools: tuple[Mapping[str, Any], ...] = ()  # its tools, for the same servers
     timeout_s: float = 600.0  # its deadline, from when it is sent (generation/requests.py enforces it)
+    weight_version: int | None = None  # sample under this version if the engine still holds it; None: the newest
     # called with sampled tokens as they come, and the index of the first; engines that cannot never call it
     on_tokens: Callable[[int, Sequence[int]], None] | None = field(default=None, compare=False, repr=False)
 

@@ -117,11 +117,13 @@ async def _collect(run: TrainingRun, training: TrainingProgress) -> CollectedGro
 async def _refit(run: TrainingRun, step: int) -> bool:
     """Refit the engine with the policy's weights and leave the device to it; return whether that happened.
 
-    Background rollouts continue during the refit with `in_flight_weight_updates`; else they finish first, and none
-    starts meanwhile. A stop requested while they finish skips the refit: the trained step is complete without it.
+    Background rollouts continue during the refit with `in_flight_weight_updates`, or under their own weights if the
+    engine keeps these; else they finish first, and none starts meanwhile. A stop requested while they finish skips the
+    refit: the trained step is complete without it.
     """
+    continues = run.config.algorithm.background.in_flight_weight_updates or run.weight_sync.keeps_versions
     async with AsyncExitStack() as stack:
-        hold = run.source.hold(until_idle=not run.config.algorithm.background.in_flight_weight_updates)
+        hold = run.source.hold(until_idle=not continues)
         try:
             await run.interrupt.guard(stack.enter_async_context(hold))
         except Interrupted:

@@ -139,9 +139,14 @@ class BackendConfig(Section):
         return ExpertLayout()
 
     @property
+    def adapter_dim(self) -> int | None:
+        """Return the rank of the adapters that are trained; None: all weights are."""
+        return None
+
+    @property
     def adapters(self) -> str | None:
         """Return a description of the adapters that are trained; None: all weights are."""
-        return None
+        return None if self.adapter_dim is None else f"LoRA of dim {self.adapter_dim}"
 
     def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
         """Raise ConfigError for a model that this section, whose key is `key`, does not allow; needs no weights."""
@@ -309,6 +314,11 @@ class GenerationConfig(SamplingConfig):
     @property
     def runs_in_driver(self) -> bool:
         """Return whether the engine runs in the driver's process even if the policy has a cluster."""
+        return False
+
+    @property
+    def holds_adapters(self) -> bool:
+        """Return whether the engine can hold versions of an adapter beside the base model (`HoldsAdapters`)."""
         return False
 
     @property

@@ -73,6 +73,9 @@ class WeightSyncConfig(Section):
     """`weight_sync`: how the policy's weights reach the engines, and how a refit is verified."""
 
     transport: str = "auto"  # an entry of WEIGHT_TRANSPORTS, or a dotted path; auto: by the layout
+    # LoRA: a refit brings the adapter merged into whole weights, or alone, as a further version beside the base model;
+    # auto: separate if rollouts are collected while the policy trains and nothing forbids it, else merged
+    adapter: Literal["auto", "merged", "separate"] = "auto"
     verify: bool = False  # after every refit; the first one is always verified
     # mean difference of a log-prob; None: 1e-4 in float32, 5e-3 in float32 on CUDA, else 0.1
     verify_tolerance: float | None = Field(default=None, gt=0)

@@ -244,6 +244,7 @@ class Episode:
             messages=tuple(m.message for m in self._message_log) if self._encoder.is_rendered_by_server else (),
             tools=job.prompt.tools if self._encoder.is_rendered_by_server else (),
             timeout_s=self._rules.generation_timeout_s,
+            weight_version=None if self._weight_versions is None else self._weight_versions[1],
         )
 
     def _reason_to_stop(self, step: EnvStep) -> StopReason | None:

@@ -411,7 +411,15 @@ def _make_generation_request(
 ) -> GenerationRequest:
     request_id = uuid4().hex
     session_id = live.session_id if live is not None else request_id
-    return GenerationRequest(request_id, call.prompt_token_ids, sampling, seed, session_id, timeout_s=rules.timeout_s)
+    return GenerationRequest(
+        request_id,
+        call.prompt_token_ids,
+        sampling,
+        seed,
+        session_id,
+        timeout_s=rules.timeout_s,
+        weight_version=None if call.parent is None else call.parent.weight_versions[1],  # a chain keeps its weights
+    )
 
 
 def _derive_seed(seed: int, identity: bytes, sample_index: int) -> int:

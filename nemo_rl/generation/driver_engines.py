@@ -40,6 +40,11 @@ class DriverEngineConfig(VllmGenerationConfig):
         return True
 
     @property
+    def holds_adapters(self) -> bool:
+        """Return false: the engine has one set of whole weights."""
+        return False
+
+    @property
     def can_sleep(self) -> bool:
         """Return whether the engine may leave its device's memory to the trainer."""
         return False
@@ -105,7 +110,7 @@ async def make_hf(section: DriverEngineConfig, model: EngineModel, **placement: 
     """Load the transformers model into this process."""
     from nemo_rl.generation.hf import HFGeneration  # loads torch
 
-    return HFGeneration(**asdict(model))
+    return HFGeneration(**_own_arguments(model))
 
 
 HF = Entry(DriverEngineConfig, make=make_hf, check=check_hf)
@@ -121,9 +126,14 @@ def adapt_engine(key: str, path: str, target: Any) -> Entry[Any]:
         raise ConfigError(key, path, "must be a class of an engine, a function that returns one, or an Entry")
 
     async def make(section: CustomEngineConfig, model: EngineModel, **placement: Any) -> Generation:
-        return await _call_with_declared(target, section.kwargs, asdict(model))
+        return await _call_with_declared(target, section.kwargs, _own_arguments(model))
 
     return Entry(CustomEngineConfig, make=make, check=check_driver_engine)
+
+
+def _own_arguments(model: EngineModel) -> dict[str, Any]:
+    """Return the fields of `model` that engines of this module may take; none of them holds adapters."""
+    return {name: value for name, value in asdict(model).items() if name != "adapters"}
 
 
 async def _call_with_declared(target: Callable[..., Any], kwargs: dict[str, Any], model: dict[str, Any]) -> Generation:

@@ -14,6 +14,14 @@ DEFAULT_START_S = 300.0  # enough for a small model
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSlots:
+    """The adapters that an engine holds beside its model: the newest versions of one."""
+
+    rank: int  # of the adapter
+    num_versions: int  # newest ones that requests may ask for; older ones stay while a request runs under them
+
+
+@dataclass(frozen=True, slots=True)
 class EngineModel:
     """The model that an engine samples, and its device; the section's precision and context length win over these."""
 
@@ -23,6 +31,7 @@ class EngineModel:
     device: str
     trust_remote_code: bool = False
     records_routes: bool = False  # completions have the column `token_columns.ROUTED_EXPERTS`
+    adapters: AdapterSlots | None = None  # None: refits bring whole weights
 
 
 async def make_generation(

@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_rl.distributed.load_balancer import MAX_SESSIONS, LoadBalancer
 from nemo_rl.errors import GenerationError, summarize_error
-from nemo_rl.interfaces import EnginePart, Generation
+from nemo_rl.interfaces import EnginePart, Generation, HoldsAdapters
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 from nemo_rl.weight_manifests import Weights, WeightStream
 
@@ -289,8 +289,13 @@ class ReplicatedGeneration:
         return GenerationError(f"no engine replica is left of {len(self._wanted)}; the last: {self._last_death}")
 
     async def pause(self, *, keep_cache: bool = False) -> None:
-        """Pause all replicas. Started ones join here, to load weights with the others before they serve; idle ones that
-        leave close here, so that the members of a refit stay the same."""
+        """Pause all replicas, for a refit."""
+        await self.begin_refit()
+        await self._for_all_engines(lambda engine: engine.pause(keep_cache=keep_cache))
+
+    async def begin_refit(self) -> None:
+        """Let started replicas join, to load weights with the others before they serve, and close idle ones that leave,
+        so that the members of a refit stay the same."""
         joined, self._restarted = self._restarted, {}
         self._live_engines.update(joined)
         kept = self._wanted.union(self._load_balancer.members)
@@ -299,22 +304,32 @@ class ReplicatedGeneration:
                 continue
             self._close_in_background(index, self._live_engines.pop(index))
             logger.info("engine replica %d has left; %d are left", index, len(self._live_engines))
-        await self._for_all_engines(lambda engine: engine.pause(keep_cache=keep_cache))
 
     async def resume(self) -> None:
         await self._for_all_engines(lambda engine: engine.resume())
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         """Load weights into all replicas; restarted ones serve from here on."""
+        await self._load(manifest, lambda engine, own: engine.update_weights(own, weight_version))
 
-        async def update(engine: Generation) -> None:
+    async def load_adapter(self, manifest: Weights, weight_version: int) -> None:
+        """Load an adapter into all replicas, which hold adapters if one does; restarted ones serve from here on."""
+
+        async def load(engine: Generation, own: Weights) -> None:
+            assert isinstance(engine, HoldsAdapters)
+            await engine.load_adapter(own, weight_version)
+
+        await self._load(manifest, load)
+
+    async def _load(self, manifest: Weights, load: Callable[[Generation, Weights], Awaitable[None]]) -> None:
+        async def load_own(engine: Generation) -> None:
             own = manifest
             if isinstance(manifest, WeightStream):
                 index = next(i for i, each in self._live_engines.items() if each is engine)
                 own = replace(manifest, engine=_name(index))
-            await engine.update_weights(own, weight_version)
+            await load(engine, own)
 
-        await self._for_all_engines(update)
+        await self._for_all_engines(load_own)
         for index in self._wanted & self._live_engines.keys() - set(self._load_balancer.members):
             self._load_balancer.add(index)
 

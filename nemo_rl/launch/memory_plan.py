@@ -483,7 +483,7 @@ def _policy_memory(config: AnyTrainingConfig, layout: Layout, capacity: int) -> 
         longest=longest,
         recomputes=getattr(section, "activation_checkpointing", False),
         is_offloaded=getattr(section, "cpu_offload", False),
-        adapter_dim=getattr(getattr(section, "lora_cfg", None), "dim", None) if section.adapters else None,
+        adapter_dim=section.adapter_dim,
         optimizer_bytes=_optimizer_bytes(policy.optimizer.name),
         has_reference=config.needs_reference,
         is_optimizer_whole=reduction_on is not None and not reduction_on(layout.device, model.data).divides_optimizer,

@@ -9,6 +9,7 @@ from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import ParallelModelConfig
 from nemo_rl.config.supervised_runs import SupervisedRunConfig
 from nemo_rl.launch.sampled import find_device
+from nemo_rl.weight_sync.adapters import DESCRIPTIONS, choose_adapter_refit
 from nemo_rl.weight_sync.transports import choose_transport
 
 
@@ -28,8 +29,16 @@ def _rollout_lines(config: TrainingRunConfig, layout: Layout) -> list[str]:
         *(f"#   {key}: {_describe_teacher(key, config, layout)}" for key in config.teacher_sections),
         f"#   generation: {_describe_engines(config, layout)}, {config.policy.engine_dtype}",
         *_environment_lines(config),
-        f"#   weight sync: {choose_transport(config.weight_sync.transport, layout).replace('_', ' ')}",
+        f"#   weight sync: {_describe_weight_sync(config, layout)}",
     ]
+
+
+def _describe_weight_sync(config: TrainingRunConfig, layout: Layout) -> str:
+    transport = choose_transport(config.weight_sync.transport, layout).replace("_", " ")
+    chosen, reason = choose_adapter_refit(config, layout)
+    if config.policy.parallelism.adapter_dim is None:
+        return transport
+    return f"{transport}, the adapter {DESCRIPTIONS[chosen]} ({reason})"
 
 
 def collection_placement_plan(*configs: SampledRunConfig) -> str:

@@ -32,6 +32,7 @@ from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.launch.resolved_model import ResolvedModel, make_target_builders, resolve_policy, resolve_teachers
 from nemo_rl.policy.optimizers import check_optimizer
 from nemo_rl.types import Prompt
+from nemo_rl.weight_sync.adapters import DESCRIPTIONS, choose_adapter_refit
 from nemo_rl.weight_sync.transports import choose_transport
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ async def resolve_on(config: TrainingRunConfig, layout: Layout) -> ResolvedRun:
     check_stop_tokens(config, policy.vocab_size)
     _warn_of_short_limits(config, policy)
     config, layout = _fit_engine_to_model(config, layout, policy)
+    config = _choose_adapter_refit(config, layout, policy)
     room = config.policy.max_total_sequence_length - 1  # for one sampled token
     limit = LengthLimit(policy.encoder, min(config.data.max_input_seq_length or room, room))
     screen = PromptScreen(limit, config.data.overlong, train.held_out, _answer_check(config))
@@ -107,6 +109,14 @@ def _fit_engine_to_model(
     section = config.policy.model_copy(update={"generation": generation})
     config = config.model_copy(update={"policy": section})
     return config, _make_layout(config, layout.device)
+
+
+def _choose_adapter_refit(config: TrainingRunConfig, layout: Layout, policy: ResolvedModel) -> TrainingRunConfig:
+    """Return the configuration with `weight_sync.adapter` chosen, and log the choice of a run with adapters."""
+    chosen, reason = choose_adapter_refit(config, layout, policy.config)
+    if config.policy.parallelism.adapter_dim is not None:
+        logger.info("refits bring the adapter %s: %s", DESCRIPTIONS[chosen], reason)
+    return config.model_copy(update={"weight_sync": config.weight_sync.model_copy(update={"adapter": chosen})})
 
 
 def load_prompts(config: TrainingRunConfig) -> tuple[PromptSet, tuple[PromptSet, ...]]:
@@ -206,6 +216,7 @@ def _make_layout(config: AnyTrainingConfig, device: Device) -> Layout:
         return make_policy_layout(config.policy, config.cluster, device)
     layout = make_layout(config, device)
     choose_transport(config.weight_sync.transport, layout)
+    choose_adapter_refit(config, layout)
     return layout
 
 

@@ -330,6 +330,7 @@ def _open_weight_sync(run: ResolvedRun, stack: AsyncExitStack) -> TransportWeigh
         sampling=make_sampling(config, ()),
         keep_cache=not config.algorithm.background.recompute_kv_cache_after_weight_updates,
         transport=make_transport(config.weight_sync, run.layout),
+        adapter_only=config.weight_sync.adapter == "separate",
     )
     stack.callback(weight_sync.close)
     return weight_sync

@@ -14,7 +14,7 @@ from nemo_rl.algorithms.teacher_stages import Teachers
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.master import DistillationRunConfig, TrainingRunConfig
 from nemo_rl.config.supervised_runs import SupervisedRunConfig
-from nemo_rl.generation.engines import EngineModel, make_generation
+from nemo_rl.generation.engines import AdapterSlots, EngineModel, make_generation
 from nemo_rl.interfaces import Generation, Policy
 from nemo_rl.launch.memory_plan import make_run_memory
 from nemo_rl.launch.resolved_model import ResolvedModel
@@ -24,6 +24,7 @@ from nemo_rl.policy.batch_transfer import bytes_of_step
 from nemo_rl.policy.driver import LocalPolicy, PolicyWorkerGroup
 from nemo_rl.policy.memory import UnknownShapeError
 from nemo_rl.policy.truncation import largest_recorded_set, make_truncation
+from nemo_rl.weight_sync.adapters import num_live_versions
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.cluster import Reservation, ReservedSlot
@@ -200,8 +201,22 @@ async def _open_generation(
     section = config.policy.generation.for_layout(layout, samples_beside_training=beside_training)
     length = section.max_model_len or config.policy.max_total_sequence_length
     records = config.policy.router_replay.records
-    model = EngineModel(model_path, config.policy.engine_dtype, length, layout.device, records_routes=records)
+    model = EngineModel(
+        model_path,
+        config.policy.engine_dtype,
+        length,
+        layout.device,
+        records_routes=records,
+        adapters=_adapter_slots(config),
+    )
     return await make_generation(section, model, slots=slots, start_timeout_s=config.cluster.start_limit_s(model_path))
+
+
+def _adapter_slots(config: TrainingRunConfig) -> AdapterSlots | None:
+    dim = config.policy.parallelism.adapter_dim
+    if dim is None or config.weight_sync.adapter != "separate":
+        return None
+    return AdapterSlots(dim, num_live_versions(config))
 
 
 async def _takes_turns(config: TrainingRunConfig, layout: Layout, policy: Policy) -> bool:

@@ -98,12 +98,16 @@ class PolicyCalls(ScoringCalls):
     async def recorded_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         return merge_recorded(await self._call_all("recorded_logprobs"), batch)
 
-    async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
+    async def run_with_weights(
+        self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT], *, adapter_only: bool = False
+    ) -> ResultT:
         """Call `use` in rank 0's process, on its thread, while the other ranks help to gather the weights."""
-        return await self._call("run_with_weights", use)
+        return await self._call("run_with_weights", use, adapter_only=adapter_only)
 
-    async def run_on_all_ranks(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> Sequence[ResultT]:
-        return await self._call_all("run_on_rank", use)
+    async def run_on_all_ranks(
+        self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT], *, adapter_only: bool = False
+    ) -> Sequence[ResultT]:
+        return await self._call_all("run_on_rank", use, adapter_only=adapter_only)
 
     async def empty_cache(self) -> None:
         await self._call("empty_cache")

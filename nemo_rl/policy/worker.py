@@ -235,6 +235,10 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, whole tensor) on rank 0; the other ranks yield once per tensor they gather."""
 
+    def _named_adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adapter's tensors as `_named_weights` does, under the names of peft's files, B with its scale."""
+        raise PolicyError(f"{type(self).__name__} trains no adapter")
+
     @abstractmethod
     def _load_weights(self, path: Path) -> None:
         """Load a checkpoint's weights; raises CheckpointError for none, or those of another model."""
@@ -300,28 +304,33 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         """Return the memory of this rank's CUDA device."""
         return memory_of_device()[1]
 
-    def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT | None:
+    def run_with_weights(
+        self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT], *, adapter_only: bool = False
+    ) -> ResultT | None:
         """Call `use` with (name, tensor) pairs on rank 0; the other ranks help to gather them and return None.
 
         Tensors are gathered one at a time as `use` asks for them, each in memory of its own. On a single rank in
         float32 they are the live weights: do not write to them, and do not keep them until the next training.
         """
-        return call_on_rank0(use, self._published_weights(), is_rank0=self._is_rank0)
+        return call_on_rank0(use, self._published(adapter_only=adapter_only), is_rank0=self._is_rank0)
 
-    def run_on_rank(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
+    def run_on_rank(
+        self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT], *, adapter_only: bool = False
+    ) -> ResultT:
         """Call `use` as `run_with_weights` does, on every rank; needs a backend that gathers the weights on all."""
-        weights = self._published_weights()
+        weights = self._published(adapter_only=adapter_only)
         try:
             return use(weights)
         finally:
             for _ in weights:  # the other ranks gather them too
                 pass
 
-    def _published_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _published(self, *, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the weights in the engines' dtype on the policy's device, also with cpu_offload."""
         self._require("weights")
         dtype = torch.float32 if self.config.precision == "float32" else torch.bfloat16
-        return ((name, tensor.to(self.device)) for name, tensor in self._named_weights(dtype))
+        named = self._named_adapter(dtype) if adapter_only else self._named_weights(dtype)
+        return ((name, tensor.to(self.device)) for name, tensor in named)
 
     def save(self, path: Path, *, save_optimizer: bool) -> None:
         """Begin to write `weights/` in float32, `tokenizer/` and, if asked, `optimizer/`.

@@ -12,7 +12,7 @@ from nemo_rl.config.layout import Layout
 from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.distributed.tensor_transfer import BUCKET_BYTES, TIMEOUT_S, new_token, send_tensors
 from nemo_rl.errors import WeightSyncError, WorkerError
-from nemo_rl.interfaces import Generation, Policy
+from nemo_rl.interfaces import WeightSource, WeightTarget
 from nemo_rl.weight_manifests import DeviceWeights, Weights
 from nemo_rl.weight_sync.transports import engine_names
 
@@ -43,12 +43,14 @@ class CudaIpc:
         self._hand_over = HandOverWeights("", timeout_s, device, num_receivers, bucket_bytes)
         self._ranks_of_engines = ranks_of_engines
 
-    async def stage(self, policy: Policy) -> DeviceWeights:
+    async def stage(self, policy: WeightSource) -> DeviceWeights:
         """Return the token by which ranks and workers meet; sending starts in `deliver`, once the engines receive."""
         self._hand_over = replace(self._hand_over, token=new_token())
         return DeviceWeights(self._hand_over.token, self._hand_over.timeout_s)
 
-    async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
+    async def deliver(
+        self, policy: WeightSource, generation: WeightTarget, staged: Weights, weight_version: int
+    ) -> None:
         ranks = self._ranks_beside(engine_names(generation))
         received, sent = await asyncio.gather(
             generation.update_weights(staged, weight_version),

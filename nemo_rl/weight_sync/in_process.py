@@ -3,7 +3,7 @@
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.errors import WeightSyncError
-from nemo_rl.interfaces import Generation, Policy
+from nemo_rl.interfaces import WeightSource, WeightTarget
 from nemo_rl.weight_manifests import LocalWeights, Weights
 
 
@@ -16,12 +16,14 @@ class InProcess:
     def __init__(self) -> None:
         self._writes: list[int] = []  # write count per tensor, before delivery
 
-    async def stage(self, policy: Policy) -> LocalWeights:
+    async def stage(self, policy: WeightSource) -> LocalWeights:
         weights = LocalWeights(await policy.run_with_weights(tuple))
         self._writes = [tensor._version for _, tensor in weights.tensors]
         return weights
 
-    async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
+    async def deliver(
+        self, policy: WeightSource, generation: WeightTarget, staged: Weights, weight_version: int
+    ) -> None:
         await generation.update_weights(staged, weight_version)
         assert isinstance(staged, LocalWeights)
         for (name, tensor), writes in zip(staged.tensors, self._writes, strict=True):

@@ -18,7 +18,7 @@ from nemo_rl.distributed.tensor_transfer import (
     member_name,
 )
 from nemo_rl.errors import WeightSyncError, WorkerError
-from nemo_rl.interfaces import Generation, Policy
+from nemo_rl.interfaces import Generation, WeightSource, WeightTarget
 from nemo_rl.weight_manifests import Weights, WeightStream
 from nemo_rl.weight_sync.transports import engine_names, engine_replicas
 
@@ -41,7 +41,7 @@ class Broadcast:
         self._members: tuple[Generation, ...] = ()
         self._group = 0
 
-    async def stage(self, policy: Policy) -> WeightStream:
+    async def stage(self, policy: WeightSource) -> WeightStream:
         """Return the address where the members meet; sending starts in `deliver`, once the engines receive."""
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(node_ip())
@@ -49,7 +49,9 @@ class Broadcast:
             self._rendezvous.host, self._rendezvous.port, self._group, (), "", self._backend, self._timeout_s
         )
 
-    async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
+    async def deliver(
+        self, policy: WeightSource, generation: WeightTarget, staged: Weights, weight_version: int
+    ) -> None:
         assert isinstance(staged, WeightStream)
         members = tuple(engine_replicas(generation))
         if members != self._members:

@@ -10,7 +10,7 @@ from nemo_rl.config.layout import Layout
 from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.distributed.actors import put_bytes
 from nemo_rl.distributed.weight_files import PREFIX, SUFFIX
-from nemo_rl.interfaces import Generation, Policy
+from nemo_rl.interfaces import WeightSource, WeightTarget
 from nemo_rl.weight_manifests import WeightChunks, WeightEntry, Weights
 from nemo_rl.weight_sync.shared_memory import ALIGNMENT, make_weight_entry
 
@@ -24,11 +24,13 @@ class ObjectStore:
         self._name = f"{PREFIX}node_{secrets.token_hex(8)}{SUFFIX}"
         self._transfer = 0
 
-    async def stage(self, policy: Policy) -> WeightChunks:
+    async def stage(self, policy: WeightSource) -> WeightChunks:
         self._transfer += 1
         return await policy.run_with_weights(PutWeights(self._name, self._transfer))
 
-    async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
+    async def deliver(
+        self, policy: WeightSource, generation: WeightTarget, staged: Weights, weight_version: int
+    ) -> None:
         await generation.update_weights(staged, weight_version)
 
     def close(self) -> None:

@@ -7,9 +7,11 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from nemo_rl.config.shared_sections import WeightSyncConfig
-from nemo_rl.interfaces import DeviceTurns, Generation, Policy
+from nemo_rl.errors import WeightSyncError
+from nemo_rl.interfaces import DeviceTurns, Generation, HoldsAdapters, Policy
 from nemo_rl.tracing import span
 from nemo_rl.types import SamplingParams
+from nemo_rl.weight_sync.adapters import AdapterSource, AdapterTarget
 from nemo_rl.weight_sync.shared_memory import SharedMemory
 from nemo_rl.weight_sync.transports import Transport, engine_replicas
 from nemo_rl.weight_sync.verification import Tolerance, compare_logprobs, default_tolerance, sample_probes
@@ -28,6 +30,9 @@ class TransportWeightSync:
     the first recorded; with `section.verify` all of them.
     The engine computes in `dtype` on `device`; `sampling` is that of training, whose log-probs the policy computes.
     With `keep_cache` running requests continue with keys and values of the old weights.
+
+    With `adapter_only` a refit brings a further version of the policy's adapter instead: nothing pauses, and requests
+    end under the version that they began with. The second refit is always verified, too: at first B is 0.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class TransportWeightSync:
         sampling: SamplingParams = PROBE_SAMPLING,
         keep_cache: bool = False,
         transport: Transport | None = None,
+        adapter_only: bool = False,
     ) -> None:
         self._probes = [tuple(probe) for probe in probes[: section.num_probe_prompts]]
         self._verify_all = section.verify
@@ -48,8 +54,13 @@ class TransportWeightSync:
         self._sampling = replace(sampling, max_new_tokens=PROBE_TOKENS)
         self._keep_cache = keep_cache
         self._transport = transport or SharedMemory()
-        self._num_first = 2 if device == "cpu" else 1  # refits per engine that are always verified
+        self._adapter_only = adapter_only
+        self._num_first = 2 if device == "cpu" or adapter_only else 1  # refits per engine that are always verified
         self._num_verified: WeakKeyDictionary[Generation, int] = WeakKeyDictionary()
+
+    @property
+    def keeps_versions(self) -> bool:
+        return self._adapter_only
 
     async def publish(
         self, policy: Policy, generation: Generation, *, weight_version: int, turns: DeviceTurns | None = None
@@ -59,13 +70,34 @@ class TransportWeightSync:
         Raises WeightSyncError; the engines then stay paused, since they may hold a part of the new weights.
         """
         async with turns.delivery() if turns else nullcontext():
-            with span("stage weights"):
-                staged = await self._transport.stage(policy)
-            with span("engines paused", "engines", weight_version=weight_version):
-                await generation.pause(keep_cache=self._keep_cache)
-                await self._transport.deliver(policy, generation, staged, weight_version)
-                del staged  # may be a copy of all weights
-        await generation.resume()
+            if self._adapter_only:
+                await self._add_version(policy, generation, weight_version)
+            else:
+                await self._replace_weights(policy, generation, weight_version)
+        if not self._adapter_only:
+            await generation.resume()
+        await self._verify_first(policy, generation, weight_version, turns)
+
+    async def _replace_weights(self, policy: Policy, generation: Generation, weight_version: int) -> None:
+        with span("stage weights"):
+            staged = await self._transport.stage(policy)
+        with span("engines paused", "engines", weight_version=weight_version):
+            await generation.pause(keep_cache=self._keep_cache)
+            await self._transport.deliver(policy, generation, staged, weight_version)
+            del staged  # may be a copy of all weights
+
+    async def _add_version(self, policy: Policy, generation: Generation, weight_version: int) -> None:
+        if not isinstance(generation, HoldsAdapters):
+            raise WeightSyncError(f"{type(generation).__name__} holds no adapters; weight_sync.adapter must be merged")
+        source, target = AdapterSource(policy), AdapterTarget(generation)
+        with span("add adapter", "engines", weight_version=weight_version):
+            await generation.begin_refit()
+            staged = await self._transport.stage(source)
+            await self._transport.deliver(source, target, staged, weight_version)
+
+    async def _verify_first(
+        self, policy: Policy, generation: Generation, weight_version: int, turns: DeviceTurns | None
+    ) -> None:
         replicas = engine_replicas(generation)
         unverified = [e for e in replicas if self._verify_all or self._num_verified.get(e, 0) < self._num_first]
         if not unverified:

@@ -19,7 +19,7 @@ from nemo_rl.config.layout import Layout
 from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.distributed.weight_files import PREFIX, SUFFIX, default_directory, remove_stale_weight_files
 from nemo_rl.errors import WeightSyncError
-from nemo_rl.interfaces import Generation, Policy
+from nemo_rl.interfaces import WeightSource, WeightTarget
 from nemo_rl.weight_manifests import WeightEntry, WeightManifest, Weights
 
 logger = logging.getLogger(__name__)
@@ -36,12 +36,14 @@ class SharedMemory:
         self._write = WriteWeightFile()
         self._path: Path | None = None
 
-    async def stage(self, policy: Policy) -> WeightManifest:
+    async def stage(self, policy: WeightSource) -> WeightManifest:
         manifest = await policy.run_with_weights(self._write)
         self._path = Path(manifest.path)
         return manifest
 
-    async def deliver(self, policy: Policy, generation: Generation, staged: Weights, weight_version: int) -> None:
+    async def deliver(
+        self, policy: WeightSource, generation: WeightTarget, staged: Weights, weight_version: int
+    ) -> None:
         await generation.update_weights(staged, weight_version)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ Loads neither torch nor Ray; the module of a transport is imported when the tran
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -17,8 +17,10 @@ from nemo_rl.interfaces import HasReplicas
 
 if TYPE_CHECKING:
     from nemo_rl.config.layout import Layout
-    from nemo_rl.interfaces import Generation, Policy
+    from nemo_rl.interfaces import Generation, WeightSource, WeightTarget
     from nemo_rl.weight_manifests import Weights
+
+TargetT = TypeVar("TargetT", bound="WeightTarget")
 
 KEY = "weight_sync.transport"
 NO_CUDA = "there is no CUDA device"
@@ -29,12 +31,14 @@ ONLY_ENGINE = "engine 0"  # name of an engine without a router
 class Transport(Protocol):
     """A way for weights. Tensors go straight from the policy's process to the engines'; the driver sees metadata."""
 
-    async def stage(self, policy: "Policy") -> "Weights":
+    async def stage(self, policy: "WeightSource") -> "Weights":
         """Make the policy's weights available, while the engines still work."""
         ...
 
-    async def deliver(self, policy: "Policy", generation: "Generation", staged: "Weights", weight_version: int) -> None:
-        """Load the staged weights into all engines, which are paused."""
+    async def deliver(
+        self, policy: "WeightSource", generation: "WeightTarget", staged: "Weights", weight_version: int
+    ) -> None:
+        """Load the staged weights into all engines, which are paused unless they get an adapter."""
         ...
 
     def close(self) -> None:
@@ -139,12 +143,12 @@ def _nccl_problem(layout: "Layout") -> str | None:
     return IN_DRIVER if layout.engine_in_driver else None
 
 
-def engine_replicas(generation: "Generation") -> Sequence["Generation"]:
+def engine_replicas(generation: TargetT) -> Sequence["Generation | TargetT"]:
     """Return the engines that hold weights of their own: the replicas of a router, else the engine itself."""
     return generation.replicas if isinstance(generation, HasReplicas) else (generation,)
 
 
-def engine_names(generation: "Generation") -> Sequence[str]:
+def engine_names(generation: "WeightTarget") -> Sequence[str]:
     """Return the names of `engine_replicas`, in their order."""
     return generation.replica_names if isinstance(generation, HasReplicas) else (ONLY_ENGINE,)
 

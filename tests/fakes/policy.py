@@ -63,10 +63,14 @@ class FakePolicy:
         self.calls.append("recorded_logprobs")
         return batch[keys.GENERATION_LOGPROBS][batch[keys.RECORDED] >= 0]
 
-    async def run_with_weights(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> ResultT:
+    async def run_with_weights(
+        self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT], *, adapter_only: bool = False
+    ) -> ResultT:
         return use([("num_steps", torch.tensor(self.num_steps))])
 
-    async def run_on_all_ranks(self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT]) -> Sequence[ResultT]:
+    async def run_on_all_ranks(
+        self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT], *, adapter_only: bool = False
+    ) -> Sequence[ResultT]:
         return [await self.run_with_weights(use)]
 
     async def save(self, path: Path, *, save_optimizer: bool) -> None:
@@ -101,6 +105,8 @@ class FakePolicy:
 
 class FakeWeightSync:
     """Tells a FakeGeneration its version, and writes each down."""
+
+    keeps_versions = False
 
     def __init__(self, calls: list[str] | None = None) -> None:
         self.calls = [] if calls is None else calls

@@ -66,10 +66,11 @@ class VllmActor:
     async def resume(self) -> None:
         await self.engine.resume()
 
-    async def update_weights(self, manifest: Weights, weight_version: int) -> str | None:
+    async def update_weights(self, manifest: Weights, weight_version: int, *, adapter_only: bool = False) -> str | None:
         """Load weights; return why the engine refused them, else None: an exception would mean a death."""
+        load = self.engine.load_adapter if adapter_only else self.engine.update_weights
         try:
-            await self.engine.update_weights(manifest, weight_version)
+            await load(manifest, weight_version)
         except WeightSyncError as error:
             return str(error)
         return None
@@ -160,8 +161,19 @@ class VllmActorGeneration:
         await self._call("resume")
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
+        await self._load(manifest, weight_version, adapter_only=False)
+
+    async def begin_refit(self) -> None:
+        """Do nothing: a single engine always takes part."""
+
+    async def load_adapter(self, manifest: Weights, weight_version: int) -> None:
+        await self._load(manifest, weight_version, adapter_only=True)
+
+    async def _load(self, manifest: Weights, weight_version: int, *, adapter_only: bool) -> None:
         try:
-            refusal = await self._actor.call("update_weights", manifest, weight_version, timeout_s=CALL_TIMEOUT_S)
+            refusal = await self._actor.call(
+                "update_weights", manifest, weight_version, adapter_only=adapter_only, timeout_s=CALL_TIMEOUT_S
+            )
         except WorkerError as error:
             raise GenerationError(f"the engine's actor: {error}") from error
         if refusal is not None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.generation.engines import EngineModel
+from nemo_rl.generation.vllm.adapters import adapter_arguments
 from nemo_rl.generation.vllm.cpu.settings import check_cpu_arguments, cpu_arguments
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig
 from nemo_rl.token_columns import MAX_SET_SIZE
@@ -39,6 +40,8 @@ def engine_arguments(section: VllmGenerationConfig, model: EngineModel) -> dict[
     }
     if model.records_routes and not on_cpu:  # a CPU engine's worker records them itself (cpu/routes.py)
         arguments["enable_return_routed_experts"] = True
+    if model.adapters is not None:
+        arguments |= adapter_arguments(model.adapters)
     if on_cpu:
         arguments |= cpu_arguments(cfg, length)
     elif cfg.tensor_parallel_size > 1:

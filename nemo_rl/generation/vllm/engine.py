@@ -20,8 +20,9 @@ import numpy as np
 from nemo_rl import types
 from nemo_rl.distributed.processes import kill_children, wait_until_idle
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
-from nemo_rl.generation.engines import EngineModel
+from nemo_rl.generation.engines import AdapterSlots, EngineModel
 from nemo_rl.generation.requests import as_completed, structured_outputs
+from nemo_rl.generation.vllm.adapters import AdapterVersion, AdapterVersions, adapter_request
 from nemo_rl.generation.vllm.arguments import engine_arguments
 from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig
 from nemo_rl.generation.vllm.process_environment import START_S, restore_environment, starting_engine
@@ -59,6 +60,7 @@ class VllmGeneration:
         *,
         device: str,
         records_routes: bool = False,
+        adapters: AdapterSlots | None = None,
         control_s: float = CONTROL_S,
     ) -> None:
         """Use `create`."""
@@ -85,6 +87,7 @@ class VllmGeneration:
         self._vocab_size: int = engine.vllm_config.model_config.get_vocab_size()
         self._max_model_len: int = engine.vllm_config.model_config.max_model_len
         self._routes = make_route_source(engine, on_cpu=device == "cpu") if records_routes else None
+        self._adapters = None if adapters is None else AdapterVersions(adapters.num_versions)
         self._weight_version = 0
         self._num_running = 0
         self._paused_engine = False
@@ -103,7 +106,9 @@ class VllmGeneration:
         """
         async with starting_engine(model.device, start_timeout_s, num_workers=section.num_workers):
             engine = start_engine(section, model)
-            generation = cls(engine, section, device=model.device, records_routes=model.records_routes)
+            generation = cls(
+                engine, section, device=model.device, records_routes=model.records_routes, adapters=model.adapters
+            )
             try:
                 async with generation._engine_deadline("start"):
                     if section.vllm_cfg.in_process:
@@ -134,10 +139,18 @@ class VllmGeneration:
             await self._admission_open.wait()
         if self._closed:
             raise GenerationError("the engine is closed")
-        version = self._weight_version
+        if self._adapters is None:
+            return await self._answer_under(request, None)
+        with self._adapters.running(request.weight_version) as adapter:
+            return await self._answer_under(request, adapter)
+
+    async def _answer_under(
+        self, request: GenerationRequest, adapter: AdapterVersion | None
+    ) -> Completion | FailedRequest:
+        version = self._weight_version if adapter is None else adapter.weight_version
         self._num_running += 1
         try:
-            output = await self._sample(request)
+            output = await self._sample(request, adapter)
             columns = NO_COLUMNS if self._routes is None else await self._routes.take(request, output)
         except asyncio.CancelledError:
             if self._routes is not None:
@@ -151,15 +164,21 @@ class VllmGeneration:
         finally:
             self._num_running -= 1
         return to_completion(
-            request.request_id, output, version, columns, num_likeliest=self._recorded_width(request.sampling)
+            request.request_id,
+            output,
+            version,
+            columns,
+            num_likeliest=self._recorded_width(request.sampling),
+            is_version_fixed=adapter is not None,
         )
 
-    async def _sample(self, request: GenerationRequest) -> "RequestOutput":
+    async def _sample(self, request: GenerationRequest, adapter: AdapterVersion | None) -> "RequestOutput":
         if not 0 <= min(request.token_ids, default=0) <= max(request.token_ids, default=0) < self._vocab_size:
             raise ValueError(f"a token id outside the vocabulary of {self._vocab_size}")  # would kill the engine
         prompt = self._tokens_input(list(request.token_ids))
         num_told = 0
-        outputs = self._engine.generate(prompt, self._params(request), request.request_id)
+        own: dict[str, Any] = {} if adapter is None else {"lora_request": adapter_request(adapter.number)}
+        outputs = self._engine.generate(prompt, self._params(request), request.request_id, **own)
         async with contextlib.aclosing(outputs):  # otherwise the event loop closes it in another task
             async for output in outputs:
                 if request.on_tokens is not None and (new := output.outputs[0].token_ids[num_told:]):
@@ -219,17 +238,41 @@ class VllmGeneration:
         self._admission_open.set()
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
-        waits_for_peers = not isinstance(manifest, LocalWeights | WeightManifest)  # or for the network
+        """Load the model's weights; adapters stay, and apply to them."""
+        async with self._loading(manifest):
+            await self._load(manifest)
+            if not self._paused_engine and not await self._engine.reset_prefix_cache():
+                raise WeightSyncError("vLLM kept its prefix cache: weights may be updated only while paused or idle")
+            await self._engine.update_weight_version(str(weight_version))
+        self._weight_version = weight_version
+
+    async def begin_refit(self) -> None:
+        """Do nothing: a single engine always takes part."""
+
+    async def load_adapter(self, manifest: Weights, weight_version: int) -> None:
+        if self._adapters is None:
+            raise WeightSyncError("the engine was started without room for adapters (EngineModel.adapters)")
+        number = self._adapters.next_number()
+        async with self._loading(manifest):
+            await self._load(manifest, number)
+            if unused := self._adapters.add(weight_version, number):
+                await self._engine.collective_rpc("drop_adapters", args=(unused,))
+        self._weight_version = weight_version
+
+    @asynccontextmanager
+    async def _loading(self, weights: Weights) -> AsyncIterator[None]:
+        """Raise GenerationError if the engine dies or stalls inside the block, WeightSyncError for other errors."""
+        waits_for_peers = not isinstance(weights, LocalWeights | WeightManifest)  # or for the network
         async with self._engine_deadline("load weights", waits_for_peers=waits_for_peers):
             try:
-                await self._load(manifest, weight_version)
+                yield
             except (WeightSyncError, self._dead_error_type):
                 raise
             except Exception as error:  # errors of the worker arrive as plain Exceptions
                 raise WeightSyncError(f"vLLM could not load the weights: {one_line(error)}") from error
-        self._weight_version = weight_version
 
-    async def _load(self, weights: Weights, weight_version: int) -> None:
+    async def _load(self, weights: Weights, adapter: int = 0) -> None:
+        """Let the workers load the model's weights, or those of the adapter of a number."""
         if isinstance(weights, WeightChunks):
             from nemo_rl.generation.node_file import write_node_file  # loads Ray
 
@@ -237,10 +280,7 @@ class VllmGeneration:
         if isinstance(weights, LocalWeights) and self._pids:
             raise WeightSyncError("an engine in a process of its own cannot read the policy's tensors")
         method, arguments = weight_loading_call(weights)
-        await self._engine.collective_rpc(method, args=arguments)
-        if not self._paused_engine and not await self._engine.reset_prefix_cache():
-            raise WeightSyncError("vLLM kept its prefix cache: weights may be updated only while paused or idle")
-        await self._engine.update_weight_version(str(weight_version))
+        await self._engine.collective_rpc(method, args=(*arguments, adapter) if adapter else arguments)
 
     async def sleep(self, *, discards_weights: bool = False) -> None:
         if self._can_sleep:
@@ -365,15 +405,18 @@ def to_completion(
     columns: TokenColumns = NO_COLUMNS,
     *,
     num_likeliest: int = 0,
+    is_version_fixed: bool = False,
 ) -> Completion | FailedRequest:
-    """Return the request's result; `version` is the weight version at its start, used if the engine reports none.
+    """Return the request's result; `version` is the weight version at its start, used if the engine reports none, or if
+    it holds to the end.
 
     `columns` are those from elsewhere; `num_likeliest` tokens were asked for beside each sampled one.
     """
     sampled: Any = output.outputs[0]
     if sampled.finish_reason not in ("stop", "length"):
         return FailedRequest(request_id, f"vLLM ended it with {sampled.finish_reason!r}")
-    spans = tuple(WeightSpan(int(s.version), s.start, s.end) for s in sampled.weight_versions or ())
+    reported = () if is_version_fixed else sampled.weight_versions or ()
+    spans = tuple(WeightSpan(int(s.version), s.start, s.end) for s in reported)
     return Completion(
         request_id,
         tuple(sampled.token_ids),

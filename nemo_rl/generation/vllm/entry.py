@@ -90,6 +90,11 @@ class VllmGenerationConfig(GenerationConfig):
         return self.vllm_cfg.enable_sleep_mode is not False
 
     @property
+    def holds_adapters(self) -> bool:
+        """Return true: vLLM samples under several adapters at once."""
+        return True
+
+    @property
     def shares_process(self) -> bool:
         """Return whether the engine is on a thread of the process that starts it."""
         return self.vllm_cfg.in_process is True or self.runs_in_driver

@@ -4,7 +4,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from nemo_rl.distributed.processes import end_with
 from nemo_rl.distributed.tensor_transfer import TensorStream, member_name, receive_tensors
+from nemo_rl.generation.vllm.adapter_store import AdapterStore
 from nemo_rl.generation.weight_reading import map_weights
 from nemo_rl.weight_manifests import WeightEntry, WeightManifest
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+BASE_LAYER = ".base_layer."  # part of the names of layers with adapters; loaders leave it out
 PlainEntry = tuple[str, str, list[int], int]  # a WeightEntry in types that vLLM's RPC can carry
 
 
@@ -32,7 +34,10 @@ def expert_layers(model: torch.nn.Module) -> list[Any]:
 
 
 class WeightLoadingExtension:
-    """Methods that vLLM mixes into its worker, called by `collective_rpc`; on a CPU its subclass in cpu/worker.py."""
+    """Methods that vLLM mixes into its worker, called by `collective_rpc`; on a CPU its subclass in cpu/worker.py.
+
+    What is loaded are the model's weights, or with an `adapter` other than 0 those of the adapter of that number.
+    """
 
     model_runner: Any
     model_config: Any
@@ -40,6 +45,7 @@ class WeightLoadingExtension:
     device: torch.device
     rank: int  # index among the engine's workers
     _stream: TensorStream | None = None
+    _adapters: AdapterStore | None = None  # set once an adapter was loaded
 
     def detach_from_terminal(self, trainer: int) -> tuple[int, int]:
         """Leave Ctrl-C in a terminal to the trainer, which ends the engine; exit if the trainer is killed.
@@ -60,20 +66,41 @@ class WeightLoadingExtension:
             (layer.router.global_num_experts for layer in layers), default=0
         )
 
-    def load_weight_file(self, path: str, entries: list[PlainEntry]) -> None:
+    def load_weight_file(self, path: str, entries: list[PlainEntry], adapter: int = 0) -> None:
         """Load the tensors of a weight file, under their Hugging Face names, into the model."""
-        self._load_from_host(dict(map_weights(WeightManifest(path, to_weight_entries(entries)))))
+        self.load_tensors(tuple(map_weights(WeightManifest(path, to_weight_entries(entries)))), adapter)
 
-    def load_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def load_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]], adapter: int = 0) -> None:
         """Load tensors of this process, as `load_weight_file` does."""
-        self._load_from_host(dict(tensors))
+        if adapter:
+            self._keep_adapter(adapter, tensors)
+        else:
+            self._load_from_host(dict(tensors))
 
-    def load_device_weights(self, token: str, timeout_s: float) -> None:
+    def load_device_weights(self, token: str, timeout_s: float, adapter: int = 0) -> None:
         """Load tensors that the policy rank on this worker's device hands over."""
-        self._load_to_the_end(receive_tensors(token, device=self.device, timeout_s=timeout_s))
+        self._load_to_the_end(receive_tensors(token, device=self.device, timeout_s=timeout_s), adapter)
+
+    def drop_adapters(self, numbers: Sequence[int]) -> None:
+        """Forget adapters that no request uses."""
+        assert self._adapters is not None
+        self._adapters.drop(numbers)
+
+    def _keep_adapter(self, adapter: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._adapters is None:
+            self._adapters = AdapterStore(self.model_runner)
+        self._adapters.keep(adapter, tensors)
 
     def load_weight_stream(
-        self, host: str, port: int, group: int, members: list[str], engine: str, backend: str, timeout_s: float
+        self,
+        host: str,
+        port: int,
+        group: int,
+        members: list[str],
+        engine: str,
+        backend: str,
+        timeout_s: float,
+        adapter: int = 0,
     ) -> None:
         """Load tensors from a broadcast; join its group if necessary."""
         if self._stream is None or self._stream.group != group:
@@ -87,11 +114,14 @@ class WeightLoadingExtension:
                 timeout_s=timeout_s,
                 device=self.device,
             )
-        self._load_to_the_end(self._stream.receive())
+        self._load_to_the_end(self._stream.receive(), adapter)
 
-    def _load_to_the_end(self, received: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _load_to_the_end(self, received: Iterator[tuple[str, torch.Tensor]], adapter: int) -> None:
         try:
-            self._load(received)
+            if adapter:
+                self._keep_adapter(adapter, received)
+            else:
+                self._load(received)
         finally:
             for _ in received:  # the sender and all other receivers wait for this worker
                 pass
@@ -109,7 +139,7 @@ class WeightLoadingExtension:
         """
         model = self.model_runner.get_model()
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            expected = {name for name, _ in model.named_parameters()}
+            expected = {name.replace(BASE_LAYER, ".") for name, _ in model.named_parameters()}
             initialize_layerwise_reload(model)
             loaded = load(model)
             finalize_layerwise_reload(model, self.model_config)

@@ -98,8 +98,8 @@ class TrainedDTensorConfig(DTensorConfig):
     frozen_parameters: list[str] = Field(default_factory=list)
 
     @property
-    def adapters(self) -> str | None:
-        return f"LoRA of dim {self.lora_cfg.dim}" if self.lora_cfg.enabled else None
+    def adapter_dim(self) -> int | None:
+        return self.lora_cfg.dim if self.lora_cfg.enabled else None
 
     def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
         super().check_model(model, key=key)

@@ -94,6 +94,11 @@ class Adapters:
             if name.endswith((_A, _B)):
                 yield _PREFIX + name.replace(".default.", "."), gather_full_tensor(tensor.detach())
 
+    def scaled_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield `tensors` for an engine that adds B A as they are: B is multiplied by the scale."""
+        for name, tensor in self.tensors():
+            yield name, (tensor * self.scale if name.endswith(_B.replace(".default", "")) else tensor).to(dtype)
+
     def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
         """Write what `tensors` yielded, in peft's format."""
         directory.mkdir(parents=True, exist_ok=True)

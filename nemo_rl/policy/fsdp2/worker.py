@@ -170,6 +170,9 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self._model, dtype, adapter_scale=self._adapters.scale if self._adapters else None)
 
+    def _named_adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        return super()._named_adapter(dtype) if self._adapters is None else self._adapters.scaled_tensors(dtype)
+
     def _routing_metrics(self) -> dict[str, float]:
         routing = self.module.routing
         return routing.take_metrics(self.layout) if isinstance(routing, ExpertRouting) else {}

@@ -137,7 +137,7 @@ NEED_MORE = {
         "policy.moe.bias_update_rate",
     },
     "supervised.md": {"policy.tokenizer.chat_template"},
-    "weight_sync.md": {"weight_sync.transport"},
+    "weight_sync.md": {"weight_sync.transport", "weight_sync.adapter"},
 }
 
 

@@ -27,6 +27,7 @@ import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -323,13 +324,13 @@ class InProcessEngine:
         return len(self._unfinished)
 
     async def generate(
-        self, prompt: Any, params: SamplingParams, request_id: str
+        self, prompt: Any, params: SamplingParams, request_id: str, *, lora_request: LoRARequest | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request; closing or cancelling it ends the request.
 
         Raises ValueError or vLLM's own error for a request that vLLM refuses, EngineDeadError.
         """
-        request = self._inputs.process_inputs(request_id, prompt, params, self._tasks)
+        request = self._inputs.process_inputs(request_id, prompt, params, self._tasks, lora_request=lora_request)
         self._num_requests += 1  # as vLLM's `assign_request_id`, with a count for its random suffix
         request.external_req_id, request.request_id = request_id, f"{request_id}-{self._num_requests}"
         tokenizer = self._renderer.tokenizer if params.stop else None

@@ -1,6 +1,6 @@
 """The engine's half of a refit on a CPU: repeats recorded copies, and packs layers that vLLM leaves unpacked."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from nemo_rl.distributed.float32 import allow_bfloat16_units
 from nemo_rl.generation.vllm.cpu import layers  # its import makes vLLM use its layers
+from nemo_rl.generation.vllm.cpu.adapter_layers import group_products
 from nemo_rl.generation.vllm.cpu.reload_plan import ReloadPlan, ReloadRecorder, TensorLayout, layouts_of
 from nemo_rl.generation.vllm.cpu.routes import RouteTable
 from nemo_rl.generation.vllm.routes import PlainArray, to_plain
@@ -47,6 +48,11 @@ class CpuWeightLoadingExtension(WeightLoadingExtension):
             return []
         self._routes.drop(dropped)
         return [to_plain(rows) for rows in self._routes.take([(name, count) for name, count in taken])]
+
+    def _keep_adapter(self, adapter: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._adapters is None:
+            group_products(self.model_runner.lora_manager)
+        super()._keep_adapter(adapter, tensors)
 
     def _load_from_host(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load whole tensors, which may be read twice; repeat the copies of the last load if the tensors are alike."""

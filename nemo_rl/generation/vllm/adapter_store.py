@@ -1,0 +1,55 @@
+"""The adapters of an engine's worker, in its memory: vLLM 0.32 loads them from files alone. Imports vLLM."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+
+from nemo_rl.generation.vllm.adapters import adapter_request
+
+
+class AdapterStore:
+    """Keeps each adapter's tensors on the host, from which vLLM loads it, also again: it evicts adapters, and a refit
+    of the base model drops all.
+
+    Tensors have the names of peft's files. B is multiplied by its scale already: vLLM would scale it in place, once
+    per load.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._manager = runner.lora_manager
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}
+        self._manager._load_adapter = self._load
+
+    def keep(self, number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy and load an adapter; raises ValueError if the model has no such layers."""
+        self._kept[number] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+        self._manager.add_adapter(adapter_request(number))
+        layers = self._manager._adapter_manager
+        if unknown := sorted(layers.get_adapter(number).loras.keys() - layers.modules.keys()):
+            raise ValueError(f"vLLM's model has no {unknown[0]} to adapt ({len(unknown)} such layers)")
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Forget adapters that no request uses."""
+        for number in numbers:
+            self._kept.pop(number)
+            self._manager.remove_adapter(number)
+
+    def _load(self, request: LoRARequest) -> LoRAModel:
+        tensors = self._kept[request.lora_int_id]
+        layers = {name.rpartition(".lora_")[0] for name in tensors}
+        rank = next(len(tensor) for name, tensor in tensors.items() if ".lora_A." in name)
+        section = {"r": rank, "lora_alpha": rank, "target_modules": sorted({n.rpartition(".")[2] for n in layers})}
+        mapper = getattr(self._manager._adapter_manager.model, "hf_to_vllm_mapper", None)
+        return LoRAModel.from_lora_tensors(
+            request.lora_int_id,
+            dict(tensors),
+            PEFTHelper.from_dict(section),
+            device="cpu",
+            dtype=self._manager.lora_config.lora_dtype,
+            model_vocab_size=self._manager.vocab_size,
+            weights_mapper=mapper and mapper.get_rename_mapper(),
+        )
