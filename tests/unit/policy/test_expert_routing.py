@@ -233,6 +233,13 @@ def test_a_batch_without_routes_is_missing_all(directories: dict[str, Path]) -> 
     assert policy.train_step(make_sharing_batch(LENGTHS), WeightedNLL())["moe/missing_routes"] == 1
 
 
+def test_experts_that_the_model_lacks_are_missing(directories: dict[str, Path]) -> None:
+    policy = make_policy(SINGLE_RANK, directories["mixtral"], router_replay={"enabled": True})
+    batch = batch_with_routes(LENGTHS, 3)
+    batch["columns", "routed_experts"].fill_(EXPERTS)
+    assert policy.train_step(batch, WeightedNLL())["moe/missing_routes"] == 1
+
+
 def test_routes_of_another_number_of_layers_are_refused(directories: dict[str, Path]) -> None:
     policy = make_policy(SINGLE_RANK, directories["mixtral"], router_replay={"enabled": True})
     with pytest.raises(PolicyError, match="experts of 2 layers, the policy has 3"):
