@@ -5,6 +5,14 @@ of every [B, T] tensor belongs to token t; entry 0 carries no loss. experience/a
 stages add the last groups of keys.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nemo_rl.image_features import ImageTable, PlacedImage
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
 TOKEN_IDS = "token_ids"  # [B, T] int64; padding is 0
 TOKEN_MASK = "token_mask"  # [B, T] float32; 1 where the policy sampled the token
 GENERATION_LOGPROBS = "generation_logprobs"  # [B, T] float32; the engine's; 0 where the mask is 0
@@ -18,6 +26,9 @@ BASELINE_REWARD = "baseline_reward"  # [B] float32; of the group's greedy rollou
 REWARD_COMPONENTS = "reward_components"  # nested: reward name -> [B] float32, before scaling and shaping
 # nested: name -> [B, T, ...] of the engine's dtype (token_columns.py), missing after a row's tokens; absent without any
 COLUMNS = "columns"
+# [B, T] int64; the token's row among the features of IMAGES, -1: its embedding is its own; absent without images
+IMAGE_ROWS = "image_rows"
+IMAGES = "images"  # non-tensor: the `ImageTable` of the distinct images of the whole batch, whatever rows are selected
 TRUNCATED = "truncated"  # [B] bool; the rollout was cut
 
 PREV_LOGPROBS = "prev_logprobs"  # [B, T] float32; of the training backend before the first optimizer step
@@ -34,3 +45,15 @@ TEACHER_TOPK_IDS = "teacher_topk_ids"  # [B, T, K] int64; negative ids are paddi
 TEACHER_TOPK_LOGPROBS = "teacher_topk_logprobs"  # [B, T, K] float32; of the whole vocabulary's log_softmax
 TEACHER_UNMATCHED = "teacher_unmatched"  # [B, T, K] float32; teacher-only tokens' probabilities, descending
 SPAN_LENGTHS = "span_lengths"  # [B, T] int64; tokens of the span that is compared as a whole from here on, else 0
+
+
+def add_images(batch: "TensorDict", rows: Sequence[Sequence[PlacedImage]]) -> None:
+    """Add the images of each row to a batch with TOKEN_IDS; nothing if there are none."""
+    if not any(rows):
+        return
+    import torch
+    from tensordict import NonTensorData
+
+    table, numbers = ImageTable.lay_out(rows, batch[TOKEN_IDS].shape[1])
+    batch[IMAGE_ROWS] = torch.from_numpy(numbers)
+    batch[IMAGES] = NonTensorData(table, batch_size=batch.batch_size)

@@ -1,8 +1,8 @@
 """Data types of the program, from a prompt to a training batch.
 
 Everything here is a frozen dataclass and holds no tensor: token ids are `tuple[int, ...]`, log-probs
-`tuple[float, ...]`; what else an engine decided per token is in NumPy (`TokenColumns`). Tensors begin in
-experience/assembly.py, which makes the `TrainingBatch`.
+`tuple[float, ...]`; what else an engine decided per token (`TokenColumns`), and pixels (`ImageFeatures`), are in NumPy.
+Tensors begin in experience/assembly.py, which makes the `TrainingBatch`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from nemo_rl.image_features import PlacedImage
 from nemo_rl.token_columns import NO_COLUMNS, TokenColumns
 
 if TYPE_CHECKING:
@@ -30,6 +31,14 @@ class TextPart:
 
 
 @dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image in a message or in a tool's result: a file that data/images.py has checked."""
+
+    digest: str  # SHA-256 of the file
+    file: bytes = field(default=b"", compare=False, repr=False)  # PNG, JPEG or WebP; empty: read from a record
+
+
+@dataclass(frozen=True, slots=True)
 class ThinkingPart:
     """Reasoning that the assistant wrote before its answer or its calls, without the tags around it."""
 
@@ -45,7 +54,7 @@ class ToolCall:
     arguments: str  # a JSON object, as the model wrote it
 
 
-ContentPart: TypeAlias = TextPart  # content of a user or a tool
+ContentPart: TypeAlias = TextPart | ImagePart  # content of a user or a tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +66,13 @@ class ToolResult:
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
 
 
 Part: TypeAlias = ContentPart | ThinkingPart | ToolCall | ToolResult
 PART_TYPES: Mapping[str, type[Part]] = {
     "text": TextPart,
+    "image": ImagePart,
     "thinking": ThinkingPart,
     "tool_call": ToolCall,
     "tool_result": ToolResult,
@@ -91,7 +101,7 @@ class Message:
     ) -> None:
         """Make a message of a text or of parts, without empty texts, followed by tool calls.
 
-        Raises TypeError for content that is neither a text nor parts of the types above (an image, say), and ValueError
+        Raises TypeError for content that is neither a text nor parts of the types above (a sound, say), and ValueError
         for a tool's result in a message of another role, for a tool's message with thinking or calls but no result, and
         for a `tool_call_id` that no result takes.
         """
@@ -129,6 +139,12 @@ class Message:
         """Return the id of the call that a tool's message answers."""
         return next((part.call_id for part in self.parts if isinstance(part, ToolResult)), None)
 
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """Return the images in their order, those of tools' results included."""
+        contents = (part.content if isinstance(part, ToolResult) else (part,) for part in self.parts)
+        return tuple([part for content in contents for part in content if isinstance(part, ImagePart)])
+
     def without_thinking(self) -> "Message":
         """Return the message as a template renders it that knows no thinking."""
         if not any(isinstance(part, ThinkingPart) for part in self.parts):
@@ -137,12 +153,12 @@ class Message:
 
 
 def _make_result(parts: Sequence[Part], call_id: str | None) -> ToolResult:
-    texts = []
+    content = []
     for i, part in enumerate(parts):
-        if not isinstance(part, TextPart):
+        if not isinstance(part, TextPart | ImagePart):
             raise ValueError(f"parts[{i}] is a {type(part).__name__} in a tool's message without a ToolResult")
-        texts.append(part)
-    return ToolResult(call_id, tuple(texts))
+        content.append(part)
+    return ToolResult(call_id, tuple(content))
 
 
 def _check_parts(role: str, parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -175,6 +191,7 @@ class TokenizedMessage:
     generation_logprobs: tuple[float, ...] | None = None  # one per token; None unless the policy sampled it
     weight_spans: tuple[WeightSpan, ...] = ()  # parts of a completion that an update divided; else empty
     columns: TokenColumns = NO_COLUMNS  # one row per token, as far as engines gave any
+    images: tuple[PlacedImage, ...] = ()  # in the order of their tokens
 
     def __post_init__(self) -> None:
         logprobs = self.generation_logprobs
@@ -182,6 +199,8 @@ class TokenizedMessage:
             raise ValueError(f"{len(self.token_ids)} tokens with {len(logprobs)} log-probs")
         if self.columns and self.columns.num_tokens != len(self.token_ids):
             raise ValueError(f"{len(self.token_ids)} tokens with {self.columns}")
+        if self.images and max(placed.positions[-1] for placed in self.images) >= len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} tokens with images after them")
 
     @property
     def is_generated(self) -> bool:
@@ -189,6 +208,18 @@ class TokenizedMessage:
 
 
 MessageLog: TypeAlias = tuple[TokenizedMessage, ...]  # the only history of a rollout
+
+
+def placed_images(log: Sequence[TokenizedMessage]) -> tuple[PlacedImage, ...]:
+    """Return the images of a history, at their positions among all its tokens."""
+    if not any(message.images for message in log):
+        return ()
+    found: list[PlacedImage] = []
+    start = 0
+    for message in log:
+        found += (placed.shifted(start) for placed in message.images)
+        start += len(message.token_ids)
+    return tuple(found)
 
 
 def add_columns(log: Sequence[TokenizedMessage], columns: TokenColumns) -> MessageLog:
@@ -272,6 +303,7 @@ class GenerationRequest:
     session_id: str  # requests of one session stay on one replica, whose cache holds their prefix
     messages: tuple[Message, ...] = ()  # the conversation, for servers that render it; else empty
     tools: tuple[Mapping[str, Any], ...] = ()  # its tools, for the same servers
+    images: tuple[PlacedImage, ...] = ()  # images of the prompt
     timeout_s: float = 600.0  # its deadline, from when it is sent (generation/requests.py enforces it)
     weight_version: int | None = None  # sample under this version if the engine still holds it; None: the newest
     # called with sampled tokens as they come, and the index of the first; engines that cannot never call it
@@ -467,6 +499,7 @@ class TrainingSample:
     reward: float  # the trajectory's, or its chain's if the chain has its own
     loss_weight: float = 1.0  # 0: in the baseline, but without a gradient (overlong filtering)
     columns: TokenColumns = NO_COLUMNS  # T rows
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 from nemo_rl.config import master
 from nemo_rl.config.data import DataConfig, DatasetConfig, check_prompt_file, name_validation_sets, resolve_dataset
 from nemo_rl.config.entry_checks import check_distillation, check_environments, check_grpo, check_scorers
+from nemo_rl.config.images import ImagesConfig, check_images
 from nemo_rl.config.layout_planner import make_layout, make_policy_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig, TeacherConfig, check_backend
@@ -410,6 +411,25 @@ def _check_dataset(
     check_prompt_file(f"{key}.system_prompt_file", section.system_prompt_file)
     if section.processor is not None:
         PROCESSORS.entry(section.processor, key=f"{key}.processor")
+    if section.images is not None:
+        check_images(f"{key}.images", section.images)
+        _check_image_rows(f"{key}.images", section.images, config)
+
+
+def _check_image_rows(
+    key: str, section: ImagesConfig, config: RolloutRunConfig | SupervisedRunConfig | RewardModelRunConfig
+) -> None:
+    """Raise ConfigError for runs in which rows with images cannot be sampled or trained on."""
+    value = section.model_dump(exclude_unset=True)
+    if isinstance(config, SupervisedRunConfig | RewardModelRunConfig):
+        raise ConfigError(key, value, "supervised training reads text; allowed: null, or GRPO")
+    if not isinstance(config, TrainingRunConfig):
+        return
+    if uses_teachers(config):
+        raise ConfigError(key, value, "teachers read text; allowed: null, or a run without teachers")
+    if config.algorithm.background.enabled:
+        problem = "rollouts that are collected in the background are saved without images; allowed: null"
+        raise ConfigError(key, value, f"{problem}, or grpo.async_grpo.enabled: false")
 
 
 def _check_env_names(config: RolloutRunConfig) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
+from nemo_rl.config.images import ImagesConfig
 from nemo_rl.config.kinds import Entry, Section
 from nemo_rl.config.registries import DATASETS
 from nemo_rl.config.value_types import Copies, Seed
@@ -50,6 +51,7 @@ class DatasetConfig(Section):
     processor: str | None = None  # a built-in or registered name, or a dotted path; None: by the row's shape
     prompt_file: str | None = None  # text with {} in the place of the question
     system_prompt_file: str | None = None  # text of a system message before each question; None: none
+    images: ImagesConfig | None = None  # limits of images in rows, {} for the defaults; None: images are refused
 
 
 NO_DEFAULTS = DatasetConfig.with_defaults()

@@ -102,6 +102,7 @@ class BackendConfig(Section):
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = None  # None: layers are not divided into stages
     NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
     REPLAYS_ROUTES: ClassVar[bool] = False  # routers of experts can replay routes (`policy.router_replay`)
+    SEES: ClassVar[bool] = False  # trains models that read images
     SHARES_PREFIXES: ClassVar[bool] = False  # samples of a pack may share prefixes (`sequence_packing.share_prefixes`)
     GATHERS_ON_ALL_RANKS: ClassVar[bool] = False  # every rank can be given all weights (`Policy.run_on_all_ranks`)
     SPLITS_STATE: ClassVar[bool] = False  # data-parallel ranks together hold one copy of weights and gradients
@@ -405,6 +406,7 @@ class PolicyConfig(ModelConfig, ParallelModelConfig):
     sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()
     router_replay: RouterReplayConfig = RouterReplayConfig.with_defaults()  # of experts' routes, in training
+    freeze_vision: bool = False  # of a model that sees: train its projector and decoder, not its vision tower
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
     # the policy leaves a CUDA device that engines share while they sample; auto: unless both fit by the memory plan
     offload: Literal["auto", "always", "never"] = "auto"

@@ -128,6 +128,7 @@ DATASETS = Kind(
         "HelpSteer3": "nemo_rl.data.public_datasets:HELPSTEER3",
         "Tulu3Preference": "nemo_rl.data.public_datasets:TULU3_PREFERENCE",
         "spell_backward": "nemo_rl.quickstart.words:SPELL_BACKWARD",
+        "counted_squares": "nemo_rl.quickstart.pictures:COUNTED_SQUARES",
         "open_assistant": "nemo_rl.data.public_datasets:OPEN_ASSISTANT",
         "file": "nemo_rl.data.row_sources:FILE",
         "csv": "nemo_rl.data.row_sources:CSV",

@@ -8,14 +8,18 @@ messages after a stand-in for the sampled one.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nemo_rl.data.images import grey_picture
 from nemo_rl.data.messages import to_openai_message
-from nemo_rl.errors import ConfigError
-from nemo_rl.types import Message, MessageLog, TokenizedMessage, ToolCall
+from nemo_rl.data.vision import ImageEncoder
+from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.image_features import PlacedImage
+from nemo_rl.types import Message, MessageLog, TextPart, TokenizedMessage, ToolCall
 
 
 class ChatTemplateError(Exception):
@@ -29,6 +33,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._text = text
         self._variables = dict(variables)
+        self.takes_parts = False  # every content is a list of parts, as templates of models that see may expect it
 
     @property
     def name(self) -> str:
@@ -55,7 +60,9 @@ class ChatTemplate:
         arguments_as_text: bool,
     ) -> str:
         names = {call.id: call.name for message in messages for call in message.tool_calls}
-        conversation = [_to_template_message(message, names, arguments_as_text) for message in messages]
+        conversation = [
+            _to_template_message(message, names, arguments_as_text, as_parts=self.takes_parts) for message in messages
+        ]
         try:
             text = self._tokenizer.apply_chat_template(
                 conversation,
@@ -70,9 +77,11 @@ class ChatTemplate:
         return str(text)
 
 
-def _to_template_message(message: Message, names: Mapping[str, str], arguments_as_text: bool) -> dict[str, Any]:
+def _to_template_message(
+    message: Message, names: Mapping[str, str], arguments_as_text: bool, *, as_parts: bool
+) -> dict[str, Any]:
     """Return the message as templates expect it; a tool's result gets the name of its call."""
-    fields = to_openai_message(message)
+    fields = to_openai_message(message, as_parts=as_parts, write_image=lambda _: {"type": "image"})
     if not arguments_as_text:
         for call in fields.get("tool_calls", ()):
             call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
@@ -117,8 +126,11 @@ class ChatEncoder:
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        images: ImageEncoder | None = None,
     ) -> None:
+        """`images` encodes those of messages; without it they are refused."""
         self._tokenizer = tokenizer
+        self._images = images
         self._rust_tokenizer = _find_rust_tokenizer(tokenizer)
         self._template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs or {})
         special = {str(token) for token in tokenizer.all_special_tokens}
@@ -128,6 +140,13 @@ class ChatEncoder:
         self._special_run = re.compile(rf"(?:{self._special.pattern}\s*)+")
         self._supported_roles: set[str] = set()  # roles that the template is known to render after a sampled message
         self._supported_first_roles: set[str] = set()  # and at the start of a conversation
+        if images is not None:
+            self._template.takes_parts = QUESTION.content not in self._render_or_empty((QUESTION,))
+
+    @property
+    def images(self) -> ImageEncoder | None:
+        """Return what encodes images; None if the model reads text alone."""
+        return self._images
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -168,7 +187,7 @@ class ChatEncoder:
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> MessageLog:
         """Return the rendered conversation with the opening of the assistant's turn; raises ConfigError if refused."""
-        return _to_message_log(messages, self._encode(self._prompt_text(messages, tools)))
+        return self._to_message_log(messages, self._prompt_text(messages, tools))
 
     def prompt_fits(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], max_tokens: int) -> bool:
         """Return whether `encode_prompt` gives at most `max_tokens` tokens; raises as it does.
@@ -178,6 +197,8 @@ class ChatEncoder:
         several (NFKC) may go beyond that.
         """
         text = self._prompt_text(messages, tools)
+        if any(message.images for message in messages):
+            return len(self._place(text, messages)[0]) <= max_tokens
         return len(text.encode(errors="surrogatepass")) < max_tokens or len(self._encode(text)) <= max_tokens
 
     def encode_turn(
@@ -196,10 +217,12 @@ class ChatEncoder:
             raise ValueError(f"the history ends with a message of {sampled.message.role}, not of the assistant")
         for role in dict.fromkeys(message.role for message in new_messages):
             self._check_role(role, tools)
-        token_ids = self._encode(self._bridge(sampled.message, new_messages, tools))
-        if sampled.token_ids and token_ids and sampled.token_ids[-1] == token_ids[0]:
-            token_ids = token_ids[1:]
-        return _to_message_log(new_messages, token_ids)
+        log = self._to_message_log(new_messages, self._bridge(sampled.message, new_messages, tools))
+        last = log[-1]
+        if sampled.token_ids and last.token_ids and sampled.token_ids[-1] == last.token_ids[0]:
+            images = tuple(placed.shifted(-1) for placed in last.images)
+            log = (*log[:-1], replace(last, token_ids=last.token_ids[1:], images=images))
+        return log
 
     def encode_answer(
         self, message: Message, tools: Sequence[Mapping[str, Any]] = (), *, end: AnswerEnd = "token"
@@ -241,6 +264,42 @@ class ChatEncoder:
     def strip_special(self, text: str) -> str:
         """Return a text without special tokens."""
         return self._special.sub("", text)
+
+    def _to_message_log(self, messages: Sequence[Message], text: str) -> MessageLog:
+        """Return messages with the tokens of their rendered text, all on the last of them."""
+        token_ids, images = self._place(text, messages)
+        last = len(messages) - 1
+        return tuple(
+            TokenizedMessage(message, token_ids, images=images) if i == last else TokenizedMessage(message, ())
+            for i, message in enumerate(messages)
+        )
+
+    def _place(self, text: str, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
+        """Return the tokens of a text in which `messages` are rendered, and their images."""
+        images = [image for message in messages for image in message.images]
+        if not images:
+            return self._encode(text), ()
+        if self._images is None:
+            raise DataError(f"{len(images)} images in the messages: this policy reads text")
+        if any(self._images.mark in message.content for message in messages):
+            raise DataError(f"a text contains {self._images.mark}, which stands for an image")
+        return self._images.place(text, images, self._tokenizer)
+
+    def check_images(self) -> None:
+        """Raise ConfigError unless a user's image can be encoded, if the model sees; it is one grey picture."""
+        if self._images is None:
+            return
+        image = Message("user", (grey_picture(), TextPart(SENTINEL)))
+        try:
+            self.encode_prompt((image,))
+        except DataError as error:
+            raise ConfigError(KEY, self._template.name, f"images are not rendered: {error}") from error
+
+    def _render_or_empty(self, messages: Sequence[Message]) -> str:
+        try:
+            return self._template.render(messages, (), add_generation_prompt=True)
+        except ChatTemplateError:
+            return ""
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -363,11 +422,6 @@ class ChatEncoder:
     def _template_error(self, roles: Iterable[str], error: ChatTemplateError) -> ConfigError:
         named = ", ".join(dict.fromkeys(roles))
         return ConfigError(KEY, self._template.name, f"refuses messages of role {named}: {error}")
-
-
-def _to_message_log(messages: Sequence[Message], token_ids: tuple[int, ...]) -> MessageLog:
-    last = len(messages) - 1
-    return tuple(TokenizedMessage(message, token_ids if i == last else ()) for i, message in enumerate(messages))
 
 
 def _add_missing_calls(sampled: Message, new_messages: Sequence[Message]) -> Message:

@@ -16,7 +16,7 @@ from nemo_rl.data.row_sources import load_rows
 from nemo_rl.data.rows import Row, convert_rows
 from nemo_rl.data.supervised_samples import PairSample, SupervisedDataset
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.types import Message, ThinkingPart
+from nemo_rl.types import Message, TextPart, ThinkingPart
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def _content(value: Any, index: int) -> str:
     parts = parse_content(value, f"messages[{index}].content")
     if any(isinstance(part, ThinkingPart) for part in parts):
         raise DataError(f"messages[{index}].content has a part of type 'thinking', which pairs cannot hold")
-    return "".join(part.text for part in parts)
+    return "".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def _text(value: Any, key: str) -> str:

@@ -12,12 +12,13 @@ from typing import Any, TypeAlias
 from nemo_rl.config.data import DatasetConfig, find_dataset
 from nemo_rl.config.kinds import Entry, foreign_names
 from nemo_rl.config.registries import PROCESSORS
+from nemo_rl.data.images import ImageReader
 from nemo_rl.data.messages import check_text, parse_messages, parse_tools
 from nemo_rl.data.reasoning_gym_rows import check_entry
 from nemo_rl.data.rows import Row, convert_rows
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.recipes import find_prompt
-from nemo_rl.types import Message, Prompt
+from nemo_rl.types import Message, Prompt, TextPart
 
 PLACEHOLDER = "{}"
 __getattr__ = foreign_names(__name__)
@@ -32,6 +33,7 @@ class RowFormat:
     output_key: str = "output"
     prompt_text: str = PLACEHOLDER  # the question replaces its {}
     system_prompt: str | None = None
+    images: ImageReader | None = None  # None: images are refused
 
     def messages(self, question: str) -> tuple[Message, ...]:
         """Return the messages that ask a question: the system prompt, if any, and the user's."""
@@ -72,6 +74,7 @@ def make_row_format(section: DatasetConfig, *, key: str) -> RowFormat:
         output_key=section.output_key or "output",
         prompt_text=prompt_text,
         system_prompt=_read_text(section.system_prompt_file, f"{key}.system_prompt_file"),
+        images=None if section.images is None else ImageReader(section.images),
     )
 
 
@@ -118,7 +121,7 @@ def read_messages(row: Row, row_format: RowFormat) -> Prompt:
 
     A last assistant message is the answer; the row's other fields go to the environment.
     """
-    messages = parse_messages(row)
+    messages = parse_messages(row, images=row_format.images)
     state = {name: value for name, value in row.items() if name not in ("messages", "tools")}
     if messages and messages[-1].role == "assistant":
         state.setdefault("answer", messages[-1].content)
@@ -128,9 +131,9 @@ def read_messages(row: Row, row_format: RowFormat) -> Prompt:
     if row_format.system_prompt is not None and messages[0].role != "system":
         messages = (Message("system", row_format.system_prompt), *messages)
     last = messages[-1]
-    if last.role == "user":
+    if last.role == "user" and row_format.prompt_text != PLACEHOLDER:
         question = row_format.prompt_text.replace(PLACEHOLDER, last.content)
-        messages = (*messages[:-1], Message("user", question))
+        messages = (*messages[:-1], Message("user", (*last.images, TextPart(question))))
     return Prompt("", row_format.task_name, messages, state, parse_tools(row))
 
 

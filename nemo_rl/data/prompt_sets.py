@@ -253,7 +253,8 @@ def prompt_digest(prompt: Prompt) -> int:
 
 def _digested(message: Message) -> list[Any]:
     calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
-    rare = {"thinking": message.thinking, "tool_call_id": message.tool_call_id}
+    images = [image.digest for image in message.images] or None
+    rare = {"thinking": message.thinking, "tool_call_id": message.tool_call_id, "images": images}
     rare = {name: value for name, value in rare.items() if value is not None}
     return [
         message.role,

@@ -17,7 +17,7 @@ def step_to_record(result: EnvStep | Failure) -> dict[str, Any]:
             "traceback": result.traceback,
         }
     return {
-        "observation": [to_record(message) for message in result.observation],
+        "observation": [to_record(message, keeps_files=True) for message in result.observation],
         "rewards": dict(result.rewards),
         "done": result.done,
         "state": dict(result.state),

@@ -16,7 +16,16 @@ from nemo_rl import batch as keys
 from nemo_rl.column_arrays import stack
 from nemo_rl.errors import RolloutError
 from nemo_rl.token_columns import concatenate_columns
-from nemo_rl.types import MessageLog, Prompt, StopReason, TrainingBatch, TrainingSample, Trajectory, TrajectoryGroup
+from nemo_rl.types import (
+    MessageLog,
+    Prompt,
+    StopReason,
+    TrainingBatch,
+    TrainingSample,
+    Trajectory,
+    TrajectoryGroup,
+    placed_images,
+)
 
 KNOWN_KEYS = frozenset(value for name, value in vars(keys).items() if name.isupper())
 
@@ -148,6 +157,7 @@ def _make_sample(log: MessageLog, entry: _BatchEntry) -> TrainingSample:
         reward=entry.reward,
         loss_weight=entry.loss_weight,
         columns=concatenate_columns([m.columns for m in log], lengths),
+        images=placed_images(log),
     )
 
 
@@ -169,7 +179,7 @@ def _make_batch(samples: Sequence[TrainingSample], trajectories: Sequence[Trajec
     per_trajectory = torch.zeros(len(trajectories)).index_add_(0, trajectory_id, mask.sum(-1))
     truncated = torch.tensor([t.stop_reason is StopReason.TRUNCATED for t in trajectories])
     columns = _columns(samples, width=mask.shape[1])
-    return TensorDict(
+    batch = TensorDict(
         {
             keys.TOKEN_IDS: _pad_rows((s.token_ids for s in samples), lengths, torch.int64),
             keys.TOKEN_MASK: mask,
@@ -187,6 +197,8 @@ def _make_batch(samples: Sequence[TrainingSample], trajectories: Sequence[Trajec
         },
         batch_size=[len(samples)],
     )
+    keys.add_images(batch, [s.images for s in samples])
+    return batch
 
 
 def _pad_rows(rows: Iterable[Sequence[float]], lengths: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

@@ -21,12 +21,14 @@ from nemo_rl.types import (
     Failure,
     FailureClass,
     GenerationRequest,
+    ImagePart,
     Message,
     MessageLog,
     Part,
     Prompt,
     SamplingParams,
     StopReason,
+    TextPart,
     Timings,
     TokenizedMessage,
     ToolCall,
@@ -34,6 +36,7 @@ from nemo_rl.types import (
     Trajectory,
     WeightSpan,
     add_columns,
+    placed_images,
 )
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -243,6 +246,7 @@ class Episode:
             session_id=session_id,
             messages=tuple(m.message for m in self._message_log) if self._encoder.is_rendered_by_server else (),
             tools=job.prompt.tools if self._encoder.is_rendered_by_server else (),
+            images=placed_images(self._message_log),
             timeout_s=self._rules.generation_timeout_s,
             weight_version=None if self._weight_versions is None else self._weight_versions[1],
         )
@@ -314,7 +318,7 @@ def make_overlong_trajectory(job: RolloutJob, reward: float | None) -> Trajector
 def strip_tool_fields(message: Message) -> Message:
     """Return a message as environments and scorers see it: UTF-8 text, without tool calls."""
     if message.tool_calls or message.tool_call_id is not None:
-        message = Message(message.role, message.content)
+        message = Message(message.role, (TextPart(message.content), *message.images))
     return _replace_surrogates_in(message)
 
 
@@ -331,8 +335,14 @@ def _replace_surrogates_in(message: Message) -> Message:
 def _replace_in_part(part: Part) -> Part:
     if isinstance(part, ToolCall):
         return replace(part, arguments=replace_surrogates(part.arguments))
+    if isinstance(part, ImagePart):
+        return part
     if isinstance(part, ToolResult):
-        return replace(part, content=tuple(replace(each, text=replace_surrogates(each.text)) for each in part.content))
+        content = tuple(
+            each if isinstance(each, ImagePart) else replace(each, text=replace_surrogates(each.text))
+            for each in part.content
+        )
+        return replace(part, content=content)
     return replace(part, text=replace_surrogates(part.text))
 
 
@@ -341,8 +351,9 @@ def _truncate_messages(messages: MessageLog, room: int) -> list[TokenizedMessage
     kept = []
     for message in messages:
         token_ids = message.token_ids[: max(room, 0)]
+        images = tuple(placed for placed in message.images if placed.positions[-1] < room)
         room -= len(token_ids)
-        kept.append(replace(message, token_ids=token_ids))
+        kept.append(replace(message, token_ids=token_ids, images=images))
     return kept
 
 

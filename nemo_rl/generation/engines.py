@@ -32,6 +32,7 @@ class EngineModel:
     trust_remote_code: bool = False
     records_routes: bool = False  # completions have the column `token_columns.ROUTED_EXPERTS`
     adapters: AdapterSlots | None = None  # None: refits bring whole weights
+    vision_type: str | None = None  # type of a model that sees (config/images.py); None: it reads text
 
 
 async def make_generation(

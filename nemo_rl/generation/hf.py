@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoTokenizer, DynamicCache
 
 from nemo_rl.column_arrays import id_dtype
 from nemo_rl.distributed.expert_routers import RouterOutput, find_routers
 from nemo_rl.distributed.file_names import FilePart, file_parts
 from nemo_rl.distributed.float32 import can_keep_float32_residual, float32_product, keep_float32_residual
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
+from nemo_rl.distributed.vision_towers import ImageEmbedder, RowImages, auto_class, sees
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.weight_reading import map_weights
+from nemo_rl.image_features import ImageTable
 from nemo_rl.interfaces import Generation
 from nemo_rl.token_columns import (
     NO_COLUMNS,
@@ -132,7 +134,8 @@ class HFGeneration(Generation):
         trust_remote_code: bool = False,
         records_routes: bool = False,
     ) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        model: Any = auto_class(config).from_pretrained(
             model_path, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
         )
         self._model = model.to(device).eval()
@@ -146,7 +149,8 @@ class HFGeneration(Generation):
         self._model_path = model_path
         self._device = device
         self._max_batch_size = max_batch_size
-        self._max_model_len = max_model_len or model.config.max_position_embeddings
+        self._max_model_len = max_model_len or model.config.get_text_config().max_position_embeddings
+        self._images = ImageEmbedder(model) if sees(config) else None
         self._weight_version = 0
         self._tokenizer: Any = None  # loaded when a request has stop strings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf-generation")
@@ -194,7 +198,9 @@ class HFGeneration(Generation):
             return "this engine cannot guide a response"
         if request.sampling.max_new_tokens < 1:
             return f"max_new_tokens is {request.sampling.max_new_tokens}"
-        vocab_size = self._model.config.vocab_size
+        if request.images and self._images is None:
+            return f"{len(request.images)} images for a model that reads text"
+        vocab_size = self._model.config.get_text_config().vocab_size
         if not all(0 <= token < vocab_size for token in request.token_ids):
             return f"a token id outside the vocabulary of {vocab_size}"
         return None
@@ -226,13 +232,16 @@ class HFGeneration(Generation):
         for index, each in enumerate(known):
             token_ids[index, width - len(each) :] = torch.tensor(each)
             mask[index, width - len(each) :] = 1
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)  # [B, T], or [3, B, T] with images of two dimensions
+        tokens: dict[str, Any] = {"input_ids": token_ids.to(self._device)}
+        if any(row.request.images for row in rows):
+            tokens, positions = self._image_inputs(rows, token_ids, positions, [len(each) for each in known])
         cache = DynamicCache(config=self._model.config)
         for row in rows:
             row.routes.clear()  # those of keys and values that are gone
         while True:
             output = self._model(
-                input_ids=token_ids.to(self._device),
+                **tokens,
                 attention_mask=mask.to(self._device),
                 position_ids=positions.to(self._device),
                 past_key_values=cache,
@@ -243,8 +252,26 @@ class HFGeneration(Generation):
                 self._routes.hand_over(rows, mask[:, -token_ids.shape[1] :].bool())
             yield output.logits[:, -1].float().cpu()
             token_ids = torch.tensor([[row.token_ids[-1]] for row in rows])
+            tokens = {"input_ids": token_ids.to(self._device)}
             mask = torch.cat([mask, torch.ones(len(rows), 1, dtype=torch.int64)], dim=-1)
-            positions = positions[:, -1:] + 1
+            positions = positions[..., -1:] + 1
+
+    def _image_inputs(
+        self, rows: Sequence[Row], token_ids: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]
+    ) -> tuple[dict[str, Any], torch.Tensor]:
+        """Return a model's inputs in place of left-padded tokens [B, T] of these lengths, and their positions."""
+        assert self._images is not None  # else `_refusal`
+        width, padding = token_ids.shape[1], [token_ids.shape[1] - length for length in lengths]
+        shifted = [[one.shifted(n) for one in row.request.images] for row, n in zip(rows, padding, strict=True)]
+        table, numbers = ImageTable.lay_out(shifted, width)
+        images = RowImages(torch.from_numpy(numbers).to(self._device), table)
+        embeddings = self._images.embed(token_ids.to(self._device), images)
+        on_right = [torch.stack([row.roll(-n) for row, n in zip(part, padding, strict=True)])
+                    for part in (token_ids, images.rows.cpu())]  # fmt: skip
+        own = self._images.positions(on_right[0], lengths, RowImages(on_right[1], table))
+        if own is not None:
+            positions = torch.stack([own[:, i].roll(n, dims=-1) for i, n in enumerate(padding)], dim=1)
+        return {"inputs_embeds": embeddings}, positions
 
     def _extend(self, row: Row, logits: torch.Tensor) -> None:
         sampling = row.request.sampling

@@ -57,6 +57,10 @@ class ServedGeneration(Generation):
         return as_completed(requests, self._answer)
 
     async def _answer(self, request: GenerationRequest) -> Completion | FailedRequest:
+        if request.images:
+            return FailedRequest(
+                request.request_id, f"{len(request.images)} images for a server that is sent token ids"
+            )
         body = self._build_body(request)
         estimated = len(request.token_ids) + sum(len(m.content) for m in request.messages) // CHARACTERS_PER_TOKEN
         try:

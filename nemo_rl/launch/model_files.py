@@ -21,7 +21,8 @@ QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
 QUICKSTART_EXPERTS = "nemo_rl/quickstart-moe"  # also with "-N"; a mixture of experts
 QUICKSTART_TEACHER = "nemo_rl/quickstart-teacher"  # also with "-N"
 QUICKSTART_PAIRS_TEACHER = "nemo_rl/quickstart-pairs-teacher"  # also with "-N"; its tokenizer differs
-_QUICKSTART = re.compile(r"nemo_rl/(quickstart(?:-moe|-teacher|-pairs-teacher)?)(?:-([0-9]+))?")
+QUICKSTART_VISION = "nemo_rl/quickstart-vision"  # also with "-N"; reads images, and its weights are random
+_QUICKSTART = re.compile(r"nemo_rl/(quickstart(?:-moe|-teacher|-pairs-teacher|-vision)?)(?:-([0-9]+))?")
 MODEL_FILE = "config.json"  # every Hugging Face model has it
 
 AnyConfig: TypeAlias = TrainingRunConfig | SupervisedRunConfig | SampledRunConfig | RewardModelRunConfig
@@ -36,7 +37,8 @@ def quickstart_model(key: str, model_name: str) -> tuple[str, int] | None:
         return None
     match = _QUICKSTART.fullmatch(model_name)
     if match is None:
-        names = ", ".join((QUICKSTART_MODEL, QUICKSTART_EXPERTS, QUICKSTART_TEACHER, QUICKSTART_PAIRS_TEACHER))
+        kinds = (QUICKSTART_EXPERTS, QUICKSTART_TEACHER, QUICKSTART_PAIRS_TEACHER, QUICKSTART_VISION)
+        names = ", ".join((QUICKSTART_MODEL, *kinds))
         raise ConfigError(key, model_name, f"allowed: {names}, or {QUICKSTART_MODEL}-N for a seed N")
     return match[1], int(match[2] or 0)
 

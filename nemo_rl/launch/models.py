@@ -28,11 +28,13 @@ from nemo_rl.observability.console import Progress, check_writable
 from nemo_rl.observability.loggers import CompositeLogger
 from nemo_rl.policy.driver import LocalPolicy, PolicyThread
 from nemo_rl.quickstart import models as quickstart
+from nemo_rl.quickstart.pictures import save_model
 from nemo_rl.quickstart.words import load_quickstart_prompts
 
 logger = logging.getLogger(__name__)
 
 COMPLETE_MARKER = "complete"  # file that marks a complete directory; holds the recipe of its weights
+VISION_MODEL_VERSION = "1"  # of the weights that a seed gives
 MAX_TOKENS = 64  # in a question with its spelling
 
 OnStep = Callable[[int, int, float], None]  # (steps done, steps in all, loss)
@@ -60,6 +62,22 @@ async def prepare_model(directory: Path, recipe: quickstart.Recipe, *, on_step: 
             thread.close()
         (made / COMPLETE_MARKER).write_text(recipe.text)
         _move_into_place(made, directory, recipe.text)
+    return directory
+
+
+def _prepare_vision_model(directory: Path, seed: int) -> Path:
+    """Make `directory` the quickstart's model that sees; a complete one is kept."""
+    text = f"{VISION_MODEL_VERSION}, seed {seed}"
+    marker = directory / COMPLETE_MARKER
+    if marker.is_file() and marker.read_text() == text:
+        return directory
+    check_writable("NEMO_RL_CACHE", directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+        made = Path(scratch) / "made"
+        save_model(made, seed)
+        (made / COMPLETE_MARKER).write_text(text)
+        _move_into_place(made, directory, text)
     return directory
 
 
@@ -198,4 +216,6 @@ async def resolve_model(model_name: str, *, key: str = "policy.model_name") -> s
     if parsed is None:
         return str(checkpoint_weights(model_name) or model_name)
     kind, seed = parsed
+    if kind == "quickstart-vision":
+        return str(await asyncio.to_thread(_prepare_vision_model, cache_directory() / f"{kind}-{seed}", seed))
     return str(await prepare_model(cache_directory() / f"{kind}-{seed}", RECIPES[kind](seed)))

@@ -8,13 +8,17 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from nemo_rl.algorithms.cross_tokenizer_stage import TeacherTargetBuilder
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
 from nemo_rl.config.checks import uses_cross_tokenizer
-from nemo_rl.config.master import DistillationRunConfig, TrainingRunConfig
+from nemo_rl.config.data import resolve_dataset
+from nemo_rl.config.images import VISION_MODEL_TYPES
+from nemo_rl.config.master import DistillationRunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.moe import check_moe
 from nemo_rl.config.policy import ModelConfig, PolicyConfig, TeacherConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.token_alignment import Vocabulary
 from nemo_rl.data.tokenizer import load_tokenizer, load_tokenizer_with_template
+from nemo_rl.data.vision import ImageEncoder
 from nemo_rl.distributed.expert_routers import MODEL_TYPES
+from nemo_rl.distributed.vision_towers import sees
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.policy.hf_model import load_config
@@ -49,11 +53,44 @@ async def resolve_policy(section: PolicyConfig) -> ResolvedModel:
     section.parallelism.check_model(config, key=f"policy.{section.backend_key}")
     check_moe(section.moe, config)
     check_router_replay(section, config)
+    check_vision(section, config)
     check_context_length(section, config)
     tokenizer = load_tokenizer(section.tokenizer, path)
-    encoder = ChatEncoder(tokenizer, chat_template_kwargs=section.tokenizer.chat_template_kwargs)
+    images = ImageEncoder.load(path) if sees(config) else None
+    encoder = ChatEncoder(tokenizer, chat_template_kwargs=section.tokenizer.chat_template_kwargs, images=images)
     encoder.check()
+    encoder.check_images()
     return ResolvedModel("policy", path, config, tokenizer, encoder)
+
+
+def check_vision(policy: PolicyConfig, model: PreTrainedConfig) -> None:
+    """Raise ConfigError for options that a model that sees, or one that does not, excludes."""
+    if not sees(model):
+        if policy.freeze_vision:
+            problem = f"models of type {model.model_type!r} have no vision tower of a known family; allowed: false"
+            raise ConfigError("policy.freeze_vision", True, problem)
+        return
+    kind = f"the policy sees (a model of type {model.model_type!r})"
+    if policy.sequence_packing.share_prefixes:
+        raise ConfigError("policy.sequence_packing.share_prefixes", True, f"{kind}; allowed: false")
+    if policy.parallelism.num_context_parallel_ranks > 1:
+        key, size = f"policy.{policy.backend_key}.context_parallel_size", policy.parallelism.num_context_parallel_ranks
+        raise ConfigError(key, size, f"{kind}; allowed: 1")
+    if policy.parallelism.adapters is not None:
+        problem = f"{kind}, and adapters would reach its vision tower; allowed: false"
+        raise ConfigError(f"policy.{policy.backend_key}.lora_cfg.enabled", True, problem)
+    if not policy.parallelism.SEES:
+        raise ConfigError("policy.model_name", policy.model_name, f"{kind}; allowed: policy.backend fsdp2")
+
+
+def check_image_rows(config: RolloutRunConfig, policy: ResolvedModel) -> None:
+    """Raise ConfigError for rows with images and a policy that reads text."""
+    for key, own in config.data.datasets:
+        section = resolve_dataset(own, config.data.default, key=key)[1].images
+        if section is not None and policy.encoder.images is None:
+            problem = f"{policy.key}.model_name reads text; allowed: null, or a model of type"
+            kinds = ", ".join(VISION_MODEL_TYPES)
+            raise ConfigError(f"{key}.images", section.model_dump(exclude_unset=True), f"{problem} {kinds}")
 
 
 def check_router_replay(policy: PolicyConfig, model: PreTrainedConfig) -> None:

@@ -29,11 +29,18 @@ from nemo_rl.data.prompt_sets import PromptSet, load_prompt_sets
 from nemo_rl.data.prompts import Blend
 from nemo_rl.distributed.devices import ALL_DEVICES, Device, choose_device, has_gpu
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.launch.resolved_model import ResolvedModel, make_target_builders, resolve_policy, resolve_teachers
+from nemo_rl.launch.resolved_model import (
+    ResolvedModel,
+    check_image_rows,
+    make_target_builders,
+    resolve_policy,
+    resolve_teachers,
+)
 from nemo_rl.policy.optimizers import check_optimizer
-from nemo_rl.types import Prompt
+from nemo_rl.types import Prompt, placed_images
 from nemo_rl.weight_sync.adapters import DESCRIPTIONS, choose_adapter_refit
 from nemo_rl.weight_sync.transports import choose_transport
+from nemo_rl.weight_sync.verification import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +67,12 @@ class ResolvedRun:
     target_builders: Mapping[str, TeacherTargetBuilder] = field(default_factory=dict)
 
     @property
-    def probes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of the prompts on which a refit is verified."""
+    def probes(self) -> tuple[Probe, ...]:
+        """Return the prompts on which a refit is verified."""
         encoder, count = self.policy.encoder, self.config.weight_sync.num_probe_prompts
         prompts = islice(trainable_prompts(self.train.prompts, self.screen), count)
-        return tuple(flat_token_ids(encoder.encode_prompt(prompt.messages, prompt.tools)) for prompt in prompts)
+        logs = (encoder.encode_prompt(prompt.messages, prompt.tools) for prompt in prompts)
+        return tuple(Probe(flat_token_ids(log), placed_images(log)) for log in logs)
 
 
 async def resolve_run(config: TrainingRunConfig) -> ResolvedRun:
@@ -79,6 +87,7 @@ async def resolve_on(config: TrainingRunConfig, layout: Layout) -> ResolvedRun:
     check_optimizer(config.policy)
     train, validation = load_prompts(config)  # before the model: making the quickstart's takes half a minute
     policy = await resolve_policy(config.policy)
+    check_image_rows(config, policy)
     check_stop_tokens(config, policy.vocab_size)
     _warn_of_short_limits(config, policy)
     config, layout = _fit_engine_to_model(config, layout, policy)

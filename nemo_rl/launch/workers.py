@@ -14,6 +14,7 @@ from nemo_rl.algorithms.teacher_stages import Teachers
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.master import DistillationRunConfig, TrainingRunConfig
 from nemo_rl.config.supervised_runs import SupervisedRunConfig
+from nemo_rl.distributed.vision_towers import sees
 from nemo_rl.generation.engines import AdapterSlots, EngineModel, make_generation
 from nemo_rl.interfaces import Generation, Policy
 from nemo_rl.launch.memory_plan import make_run_memory
@@ -22,6 +23,7 @@ from nemo_rl.launch.resolved_run import ResolvedRun
 from nemo_rl.launch.teachers import open_teachers
 from nemo_rl.policy.batch_transfer import bytes_of_step
 from nemo_rl.policy.driver import LocalPolicy, PolicyWorkerGroup
+from nemo_rl.policy.hf_model import load_config
 from nemo_rl.policy.memory import UnknownShapeError
 from nemo_rl.policy.truncation import largest_recorded_set, make_truncation
 from nemo_rl.weight_sync.adapters import num_live_versions
@@ -201,6 +203,7 @@ async def _open_generation(
     section = config.policy.generation.for_layout(layout, samples_beside_training=beside_training)
     length = section.max_model_len or config.policy.max_total_sequence_length
     records = config.policy.router_replay.records
+    of_policy = load_config(model_path, config.policy.hf_config_overrides)
     model = EngineModel(
         model_path,
         config.policy.engine_dtype,
@@ -208,6 +211,7 @@ async def _open_generation(
         layout.device,
         records_routes=records,
         adapters=_adapter_slots(config),
+        vision_type=of_policy.model_type if sees(of_policy) else None,
     )
     return await make_generation(section, model, slots=slots, start_timeout_s=config.cluster.start_limit_s(model_path))
 

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from nemo_rl.errors import ConfigError
+from nemo_rl.policy.hf_model import text_decoder
 from nemo_rl.policy.prefix_tree import PrefixTree
 from nemo_rl.policy.token_layout import ScoredShare
 
@@ -81,6 +82,11 @@ class PackedSequences:
         return ScoredShare(self.packed_positions(needed) - 1)
 
 
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Let the model's decoder compute attention within the sequences of a pack; a vision tower keeps its own."""
+    text_decoder(model).set_attn_implementation(PACKED_ATTENTION)
+
+
 def check_packed_attention(model: PreTrainedModel, key: str) -> None:
     """Raise ConfigError for `key` if packed sequences would have other outputs than alone.
 
@@ -103,7 +109,7 @@ def packing_problem(model: PreTrainedModel) -> str | None:
     sequences = [torch.arange(n, device=model.device) % model.config.get_text_config().vocab_size for n in (5, 3)]
     with torch.no_grad(), _short_windows(model):
         alone = torch.cat([model(input_ids=s.unsqueeze(0), use_cache=False).logits[0] for s in sequences])
-        model.set_attn_implementation(PACKED_ATTENTION)
+        use_packed_attention(model)
         pack = PackedSequences.of((5, 3), 5, model.device)
         rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         together = model(**pack.model_inputs(rows), use_cache=False).logits[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorCollection, TensorDict
+from tensordict import NonTensorData, TensorCollection, TensorDict, is_non_tensor
 
 from nemo_rl import batch as keys
 from nemo_rl.errors import PolicyError
@@ -109,7 +109,9 @@ def _to_arrays(batch: TensorCollection) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
     items: Iterable[tuple[str, Any]] = batch.items()
     for name, value in items:
-        if isinstance(value, torch.Tensor):
+        if is_non_tensor(value):  # its arrays too keep out of the pickled stream
+            arrays[name] = value.data
+        elif isinstance(value, torch.Tensor):
             arrays[name] = (value.detach().cpu().to(_sent_dtype(value)).numpy(), value.dtype)
         else:
             arrays[name] = _to_arrays(value)
@@ -117,10 +119,14 @@ def _to_arrays(batch: TensorCollection) -> dict[str, Any]:
 
 
 def _receive(arrays: Mapping[str, Any], batch_size: Sequence[int]) -> TrainingBatch:
-    tensors = {
-        name: _receive(value, batch_size) if isinstance(value, dict) else _from_array(value[0]).to(value[1])
-        for name, value in arrays.items()
-    }
+    tensors: dict[str, Any] = {}
+    for name, value in arrays.items():
+        if isinstance(value, dict):
+            tensors[name] = _receive(value, batch_size)
+        elif isinstance(value, tuple):
+            tensors[name] = _from_array(value[0]).to(value[1])
+        else:
+            tensors[name] = NonTensorData(value, batch_size=list(batch_size))
     return TensorDict(tensors, batch_size=list(batch_size))
 
 

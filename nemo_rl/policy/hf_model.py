@@ -8,14 +8,14 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -29,6 +29,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from nemo_rl.config.moe import EXPERT_COUNTS, num_experts
 from nemo_rl.distributed.file_names import HALVES, FilePart, file_parts, parts_by_tensor
+from nemo_rl.distributed.vision_towers import auto_class, frozen_vision_names, sees, shrink_tower
 from nemo_rl.errors import ConfigError, describe_error
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def load_model(model_path: str, overrides: Mapping[str, Any], *, section: str = 
     config, key = load_config(model_path, overrides, section=section), f"{section}.model_name"
     try:
         with _quiet_progress():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = auto_class(config).from_pretrained(
                 model_path, config=config, dtype=torch.float32, output_loading_info=True
             )
     except Exception as error:  # a damaged file may raise anything, a pickle whatever it names
@@ -97,7 +98,7 @@ def empty_model(model_path: str, overrides: Mapping[str, Any], *, section: str =
     config = load_config(model_path, overrides, section=section)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = auto_class(config).from_config(config, dtype=torch.float32)
     except Exception as error:  # sizes that contradict each other may raise anything
         problem = f"cannot be loaded as a causal model: {describe_error(error)}"
         raise ConfigError(f"{section}.model_name", model_path, problem) from error
@@ -114,7 +115,7 @@ def small_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel
     """
     config = type(model.config).from_dict(model.config.to_dict())
     text = config.get_text_config()
-    layers = decoder_layers(model)
+    layers = decoder_layers(text_decoder(model))
     types = getattr(text, "layer_types", None) or [None] * len(layers)
     kinds = [
         (of_type, tuple(type(part) for part in layer.modules())) for of_type, layer in zip(types, layers, strict=False)
@@ -124,11 +125,13 @@ def small_model(model: PreTrainedModel, device: torch.device) -> PreTrainedModel
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:num_layers]
     text.vocab_size, text.pad_token_id = 64, None
+    if sees(config):
+        shrink_tower(config)
     _drop_experts(text)
     text.initializer_range = text.hidden_size**-0.5  # activations of the size of 1, whatever the width
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
-        small = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        small = auto_class(config).from_config(config, dtype=torch.float32)
     return small.eval()
 
 
@@ -261,6 +264,19 @@ def tensors_of_files(
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that are sharded and recomputed one at a time."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of the model that reads tokens: the model itself unless it also sees."""
+    return cast(PreTrainedModel, model.get_decoder()) if sees(model.config) else model
+
+
+def freeze_vision(model: PreTrainedModel) -> None:
+    """Train no parameter of the vision tower; the projector between it and the tokens is trained."""
+    names = frozen_vision_names(model)
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.requires_grad_(False)
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str], *, key: str) -> None:

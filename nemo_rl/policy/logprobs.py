@@ -8,7 +8,7 @@ each compute the logits of their part of the vocabulary and exchange a few numbe
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from nemo_rl.distributed.float32 import float32_product
+from nemo_rl.distributed.vision_towers import ImageEmbedder, RowImages, sees
+from nemo_rl.errors import PolicyError
 from nemo_rl.loss_types import RequiredScores, TokenScores, TopK
-from nemo_rl.policy.attention import PACKED_ATTENTION, PackedSequences, check_packed_attention
+from nemo_rl.policy.attention import PackedSequences, check_packed_attention, use_packed_attention
 from nemo_rl.policy.context_parallel import ContextRanks, SlicedSequences, check_context_parallel
 from nemo_rl.policy.expert_routing import ExpertRouting
 from nemo_rl.policy.hf_model import small_model
@@ -193,6 +195,7 @@ class CausalLogprobs(nn.Module):
         self.has_float32_residual = False  # layers of a bfloat16 model take and return float32
         self.routing: ExpertRouting | None = None  # of a mixture of experts that is trained
         self.context: ContextRanks | None = None  # ranks that compute slices of each row
+        self.images = ImageEmbedder(model) if sees(model.config) else None
         probe = small_model(model, probe_device) if model.device.type == "meta" else self.model
         self.is_chunked = self._supports_chunked_logits(probe)
         if not self.is_chunked:
@@ -207,7 +210,7 @@ class CausalLogprobs(nn.Module):
         elif packing_key is not None:
             check_packed_attention(probe, packing_key)
         if self.is_packed:
-            self.model.set_attn_implementation(PACKED_ATTENTION)
+            use_packed_attention(self.model)
 
     def forward(
         self,
@@ -217,6 +220,7 @@ class CausalLogprobs(nn.Module):
         candidate_ids: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
         columns: Mapping[str, torch.Tensor] | None = None,
+        images: RowImages | None = None,
     ) -> TokenScores:
         """Return log_softmax(logits / temperature) of `token_ids` where `needed`, else 0, and other `wanted` scores.
 
@@ -227,6 +231,7 @@ class CausalLogprobs(nn.Module):
             candidate_ids: [B, T, K] int64, with `wanted.candidates`.
             lengths: [B] tokens of each row before its padding, which is never needed; read when packed.
             columns: [B, T, ...] by name: what the engine decided per token (token_columns.py); None: nothing.
+            images: those of the rows; None: there are none.
 
         Returns:
             Scores in float32, computed in float32 from the logits on: a named tuple, in which FSDP2 finds the tensors
@@ -234,8 +239,10 @@ class CausalLogprobs(nn.Module):
         """
         needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens
+        lengths = lengths or [token_ids.shape[1]] * len(token_ids)
         layout = self._lay_out(token_ids, lengths)
         share, inputs = layout.share(needed), layout.model_inputs(token_ids)
+        inputs |= self._image_inputs(token_ids, lengths, images, layout)
         score_query = ScoreQuery.at(at[share.part], token_ids, wanted, candidate_ids, columns)
         if self.routing is not None:
             self.routing.begin(needed, columns, layout)
@@ -249,12 +256,35 @@ class CausalLogprobs(nn.Module):
             scores = map_scores(lambda values: ranks.gather(values[0], share.sizes), [scores])
         return self._with_routes(scatter_scores(scores, needed))
 
-    def _lay_out(self, token_ids: torch.Tensor, lengths: Sequence[int] | None) -> ScoredLayout:
+    def _lay_out(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> ScoredLayout:
         width = token_ids.shape[1]
         if not self.is_packed:
             return PaddedRows(width)
-        pack = PackedSequences.of(lengths or [width] * len(token_ids), width, token_ids.device)
+        pack = PackedSequences.of(lengths, width, token_ids.device)
         return pack if self.context is None else SlicedSequences.of(pack, self.context)
+
+    def _image_inputs(
+        self, token_ids: torch.Tensor, lengths: Sequence[int], images: RowImages | None, layout: ScoredLayout
+    ) -> dict[str, Any]:
+        """Return the inputs of a model that sees, in place of its tokens' ids; nothing for one that does not."""
+        if self.images is None:
+            if images is not None:
+                raise PolicyError(f"images for {type(self.model).__name__}, which reads text")
+            return {}
+        if images is None and not self.images.always_runs:
+            return {}  # also a model with positions of several axes then counts tokens
+        rows = None if images is None else replace(images, rows=layout.lay_out(images.rows))
+        inputs: dict[str, Any] = {
+            "input_ids": None,
+            "inputs_embeds": self.images.embed(layout.lay_out(token_ids), rows),
+        }
+        positions = self.images.positions(token_ids, lengths, images)
+        if positions is None:
+            return inputs
+        if isinstance(layout, PackedSequences):  # text positions first, by which transformers would know the sequences
+            laid_out = torch.stack([layout.lay_out(axis) for axis in positions])
+            positions = torch.cat([layout.positions.unsqueeze(0), laid_out])
+        return {**inputs, "position_ids": positions}
 
     def _with_routes(self, scores: TokenScores) -> TokenScores:
         return scores if self.routing is None else scores._replace(routes=self.routing.take_live())

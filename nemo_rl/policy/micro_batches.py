@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorCollection, TensorDict
+from tensordict import TensorCollection, TensorDict, is_non_tensor
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
+from nemo_rl.distributed.vision_towers import RowImages
 from nemo_rl.errors import ConfigError
 from nemo_rl.loss_types import Normalizer
 from nemo_rl.policy.packing import deal, pack_for_ranks
@@ -215,6 +216,8 @@ def trim(batch: TrainingBatch, multiple: int = 1) -> TrainingBatch:
 
 def _cut(batch: TensorCollection, width: int) -> TensorDict:
     def cut(value: Any) -> Any:
+        if is_non_tensor(value):  # a table of the whole batch
+            return value
         if not isinstance(value, torch.Tensor):
             return _cut(value, width)
         return value[:, :width] if value.ndim > 1 else value
@@ -226,6 +229,12 @@ def columns_of(batch: TrainingBatch) -> dict[str, torch.Tensor] | None:
     """Return what engines decided per token, [B, T, ...] by name; None if no row of the batch has any."""
     columns = batch.get(keys.COLUMNS, None)
     return None if columns is None else dict(columns.items())
+
+
+def images_of(batch: TrainingBatch) -> RowImages | None:
+    """Return the images of the rows; None if the batch has none."""
+    rows = batch.get(keys.IMAGE_ROWS, None)
+    return None if rows is None else RowImages(rows, batch[keys.IMAGES])
 
 
 def loss_mask(batch: TrainingBatch) -> torch.Tensor:

@@ -14,7 +14,7 @@ from nemo_rl.types import SamplingParams
 from nemo_rl.weight_sync.adapters import AdapterSource, AdapterTarget
 from nemo_rl.weight_sync.shared_memory import SharedMemory
 from nemo_rl.weight_sync.transports import Transport, engine_replicas
-from nemo_rl.weight_sync.verification import Tolerance, compare_logprobs, default_tolerance, sample_probes
+from nemo_rl.weight_sync.verification import Probe, Tolerance, compare_logprobs, default_tolerance, sample_probes
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ class TransportWeightSync:
     """Refits all engines by `transport`; None: through a file in shared memory.
 
     All engines pause, all load, all resume: none samples under the new weights before all have them. The first refit of
-    each engine is verified with `probes` (token ids of prompts); on a CPU also the second, which repeats copies that
-    the first recorded; with `section.verify` all of them.
+    each engine is verified with `probes` (prompts, or their token ids); on a CPU also the second, which repeats copies
+    that the first recorded; with `section.verify` all of them.
     The engine computes in `dtype` on `device`; `sampling` is that of training, whose log-probs the policy computes.
     With `keep_cache` running requests continue with keys and values of the old weights.
 
@@ -37,7 +37,7 @@ class TransportWeightSync:
 
     def __init__(
         self,
-        probes: Sequence[Sequence[int]],
+        probes: Sequence[Sequence[int] | Probe],
         section: WeightSyncConfig,
         dtype: str,
         *,
@@ -47,7 +47,9 @@ class TransportWeightSync:
         transport: Transport | None = None,
         adapter_only: bool = False,
     ) -> None:
-        self._probes = [tuple(probe) for probe in probes[: section.num_probe_prompts]]
+        self._probes = [
+            probe if isinstance(probe, Probe) else Probe(tuple(probe)) for probe in probes[: section.num_probe_prompts]
+        ]
         self._verify_all = section.verify
         wanted = section.verify_tolerance
         self._tolerance = default_tolerance(dtype, device) if wanted is None else Tolerance.of_mean(wanted)

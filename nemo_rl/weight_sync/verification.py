@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.errors import GenerationError, WeightSyncError
+from nemo_rl.image_features import PlacedImage
 from nemo_rl.interfaces import Generation
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams
 
@@ -17,6 +18,14 @@ LARGEST_PER_MEAN = 15.0
 FLOAT32_MEAN = 1e-4
 FLOAT32_ON_CUDA_MEAN = 5e-3  # vLLM's attention in Triton multiplies in TF32
 LOW_PRECISION_MEAN = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A prompt for the check of a refit."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +49,21 @@ def default_tolerance(dtype: str, device: str) -> Tolerance:
 
 
 async def sample_probes(
-    generation: Generation, probes: Sequence[tuple[int, ...]], *, sampling: SamplingParams, weight_version: int
+    generation: Generation, probes: Sequence[Probe], *, sampling: SamplingParams, weight_version: int
 ) -> TensorDict:
     """Return `probes` with the engine's completions, as the batch that `Policy.logprobs` reads.
 
     Raises WeightSyncError if the engine does not answer.
     """
     requests = [
-        GenerationRequest(f"verify-{weight_version}-{index}", probe, sampling, seed=index, session_id="verify")
+        GenerationRequest(
+            f"verify-{weight_version}-{index}",
+            probe.token_ids,
+            sampling,
+            seed=index,
+            session_id="verify",
+            images=probe.images,
+        )
         for index, probe in enumerate(probes)
     ]
     return to_logprob_batch(requests, await collect_completions(generation, requests))
@@ -105,7 +121,7 @@ def to_logprob_batch(requests: Sequence[GenerationRequest], completions: Sequenc
         token_ids[index, : lengths[index]] = torch.tensor(request.token_ids + completion.token_ids)
         token_mask[index, sampled] = 1
         logprobs[index, sampled] = torch.tensor(completion.logprobs)
-    return TensorDict(
+    batch = TensorDict(
         {
             keys.TOKEN_IDS: token_ids,
             keys.TOKEN_MASK: token_mask,
@@ -115,3 +131,5 @@ def to_logprob_batch(requests: Sequence[GenerationRequest], completions: Sequenc
         },
         batch_size=[len(requests)],
     )
+    keys.add_images(batch, [request.images for request in requests])
+    return batch

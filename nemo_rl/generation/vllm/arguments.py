@@ -8,6 +8,7 @@ from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.adapters import adapter_arguments
 from nemo_rl.generation.vllm.cpu.settings import check_cpu_arguments, cpu_arguments
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig
+from nemo_rl.generation.vllm.images import vision_arguments
 from nemo_rl.token_columns import MAX_SET_SIZE
 
 WORKER_EXTENSION = "nemo_rl.generation.vllm.worker.WeightLoadingExtension"  # imported by vLLM's worker
@@ -42,6 +43,8 @@ def engine_arguments(section: VllmGenerationConfig, model: EngineModel) -> dict[
         arguments["enable_return_routed_experts"] = True
     if model.adapters is not None:
         arguments |= adapter_arguments(model.adapters)
+    if model.vision_type is not None:
+        arguments |= vision_arguments(model.vision_type)
     if on_cpu:
         arguments |= cpu_arguments(cfg, length)
     elif cfg.tensor_parallel_size > 1:

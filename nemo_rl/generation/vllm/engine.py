@@ -25,6 +25,7 @@ from nemo_rl.generation.requests import as_completed, structured_outputs
 from nemo_rl.generation.vllm.adapters import AdapterVersion, AdapterVersions, adapter_request
 from nemo_rl.generation.vllm.arguments import engine_arguments
 from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig
+from nemo_rl.generation.vllm.images import engine_input, needs_prepared_process, prepare_classes
 from nemo_rl.generation.vllm.process_environment import START_S, restore_environment, starting_engine
 from nemo_rl.generation.vllm.routes import make_route_source
 from nemo_rl.interfaces import EnginePart
@@ -175,7 +176,8 @@ class VllmGeneration:
     async def _sample(self, request: GenerationRequest, adapter: AdapterVersion | None) -> "RequestOutput":
         if not 0 <= min(request.token_ids, default=0) <= max(request.token_ids, default=0) < self._vocab_size:
             raise ValueError(f"a token id outside the vocabulary of {self._vocab_size}")  # would kill the engine
-        prompt = self._tokens_input(list(request.token_ids))
+        token_ids = list(request.token_ids)
+        prompt = engine_input(token_ids, request.images) if request.images else self._tokens_input(token_ids)
         num_told = 0
         own: dict[str, Any] = {} if adapter is None else {"lora_request": adapter_request(adapter.number)}
         outputs = self._engine.generate(prompt, self._params(request), request.request_id, **own)
@@ -338,6 +340,11 @@ def start_engine(section: VllmGenerationConfig, model: EngineModel) -> "AsyncLLM
 
     if section.vllm_cfg.in_process and model.device != "cpu":
         raise ConfigError(IN_PROCESS_KEY, True, f"the device is {model.device}; allowed: false, or policy.device: cpu")
+    if model.vision_type is not None:
+        if not section.vllm_cfg.in_process and needs_prepared_process(model.vision_type):
+            problem = f"vLLM loads a {model.vision_type} without torchvision in this process alone; allowed: true"
+            raise ConfigError(IN_PROCESS_KEY, section.vllm_cfg.in_process, problem)
+        prepare_classes(model.vision_type)
     arguments, before = engine_arguments(section, model), dict(os.environ)
     # The sizes of batches that vLLM chooses by the device are those of its offline class, for the highest throughput.
     context = None if model.device == "cpu" else UsageContext.LLM_CLASS

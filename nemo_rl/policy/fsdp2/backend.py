@@ -44,6 +44,7 @@ class DTensorConfig(BackendConfig):
 
     GATHERS_ON_ALL_RANKS: ClassVar[bool] = True
     SPLITS_STATE: ClassVar[bool] = True
+    SEES: ClassVar[bool] = True
     SHARES_PREFIXES: ClassVar[bool] = True
     REPLAYS_ROUTES: ClassVar[bool] = True
 

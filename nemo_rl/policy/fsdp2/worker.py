@@ -50,6 +50,7 @@ from nemo_rl.policy.micro_batches import (
     MicroBatching,
     columns_of,
     count_valid,
+    images_of,
     in_spans,
     micro_batches,
     training_micro_batching,
@@ -153,6 +154,8 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
             hf_model.freeze_parameters(model, section.frozen_parameters, key="policy.dtensor_cfg.frozen_parameters")
             if config.moe.freeze_router:
                 freeze_routers(model)
+            if config.freeze_vision:
+                hf_model.freeze_vision(model)
         if sharding.should_compile(model, section, self.device):
             sharding.compile_layers(model)
         if section.activation_checkpointing and not is_frozen:
@@ -266,6 +269,8 @@ def make_module(
         module: CausalLogprobs = SharedPrefixLogprobs(model, sharing_key=f"{key}.share_prefixes", **options)
     else:
         module = CausalLogprobs(model, **options)
+    if module.images is not None:
+        module.images.always_runs = layout.world_size > 1
     if config.precision == "bfloat16":
         keep_float32_routers(find_routers(model))
     if config.precision == "bfloat16" and device.type == "cpu":
@@ -357,14 +362,14 @@ def score_micro_batches(
     keeps_unsharded: bool = False,
 ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
     """Yield (rows, scores) of this rank's rows, a micro-batch of `size` at a time; `module` is a `CausalLogprobs`."""
-    known = (keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS, keys.GROUP_ID, keys.COLUMNS)
+    known = (keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS, keys.GROUP_ID, keys.COLUMNS, keys.IMAGE_ROWS, keys.IMAGES)
     inputs = batch.select(*known, strict=False)
     with sharding.kept_unsharded(module, is_enabled=keeps_unsharded):
         for rows, part in micro_batches(inputs, torch.arange(len(batch)), size, layout):
             lengths = part[keys.LENGTHS].tolist()
             part = part.to(device)
             tokens = part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0
-            scores = module(*tokens, wanted, lengths=lengths, columns=columns_of(part))
+            scores = module(*tokens, wanted, lengths=lengths, columns=columns_of(part), images=images_of(part))
             if len(rows) > 0:
                 yield rows, scores
 
@@ -439,7 +444,7 @@ class FSDP2Trainer:
             return {}
         wanted = loss_fn.required_scores
         candidate_ids = None if wanted.candidates is None else part[wanted.candidates]
-        scores = self.module(*inputs, wanted, candidate_ids, lengths, columns_of(part))
+        scores = self.module(*inputs, wanted, candidate_ids, lengths, columns_of(part), images_of(part))
         self._end_forward()
         return self._backward(scores, part, normalizer, loss_fn)
 

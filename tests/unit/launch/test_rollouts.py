@@ -45,10 +45,10 @@ def test_inputs_are_prompts_their_encoder_and_probes_of_the_first_prompts(recipe
     assert [p.messages[0].content for p in run.train.prompts] == list("abcdef")
     assert {p.task_name for p in run.train.prompts} == {"letters"}
     assert run.validation == ()
-    assert run.probes == tuple(
+    assert tuple(probe.token_ids for probe in run.probes) == tuple(
         flat_token_ids(run.policy.encoder.encode_prompt(p.messages)) for p in run.train.prompts[:2]
     )
-    assert str(run.policy.tokenizer.decode(list(run.probes[0]))).endswith("<|im_start|>assistant\n")
+    assert str(run.policy.tokenizer.decode(list(run.probes[0].token_ids))).endswith("<|im_start|>assistant\n")
 
 
 def test_a_task_without_an_environment_names_entry_and_data_set(recipe: Recipe) -> None:
@@ -87,7 +87,7 @@ def test_one_prompt_that_is_too_long_ends_a_run_only_if_it_is_to_be_refused(reci
     words = (f"data.train.data_path={path}", held, "++data.disjoint=false", "weight_sync.num_probe_prompts=1")
     run = resolved(recipe(*words))
     assert run.overlong_measured == {"held": 1}
-    assert "user\nb<" in str(run.policy.tokenizer.decode(list(run.probes[0])))
+    assert "user\nb<" in str(run.policy.tokenizer.decode(list(run.probes[0].token_ids)))
     with pytest.raises(ConfigError, match=r"data\.max_input_seq_length = 31: prompt \w+ of 'jsonl' has \d+ tokens"):
         resolved(recipe(*words, "++data.overlong=refuse"))
 

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 from nemo_rl.weight_sync.verification import (
+    Probe,
     Tolerance,
     compare_logprobs,
     default_tolerance,
@@ -50,7 +51,7 @@ class Constant:
 
 def difference(policy: Any, generation: Any, tolerance: Tolerance = TIGHT) -> float:
     async def main() -> float:
-        batch = await sample_probes(generation, [(1, 2, 3), (4,)], sampling=SAMPLING, weight_version=5)
+        batch = await sample_probes(generation, [Probe((1, 2, 3)), Probe((4,))], sampling=SAMPLING, weight_version=5)
         return compare_logprobs(batch, await policy.logprobs(batch), tolerance, weight_version=5)
 
     return asyncio.run(main())

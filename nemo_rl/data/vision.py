@@ -1,0 +1,155 @@
+"""Images as a model family's processor encodes them: placeholder tokens, and what the vision tower takes.
+
+Every image is processed by itself, once, and kept by the digest of its file while it fits into memory; so it has the
+same pixels in every sample, turn and engine. Image processors are those by Pillow, never torchvision's, whose pixels
+differ.
+"""
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase, Qwen2_5_VLProcessor
+from transformers.processing_utils import VideosKwargs
+
+from nemo_rl.errors import ConfigError, DataError, describe_error
+from nemo_rl.image_features import ImageFeatures, PlacedImage
+from nemo_rl.types import ImagePart
+
+KEPT_BYTES = 2**30  # of processed images
+UNBATCHED = ("pixel_values", "pixel_attention_mask")  # arrays that processors of tiles give an axis of samples
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An image as text with its placeholder tokens, and its features' input."""
+
+    text: str
+    features: ImageFeatures
+
+
+class ImageOnly:
+    """Mixed in before a processor class: no video processor, hence no torchvision.
+
+    Transformers 5.19 reads a processor's parts from the signature of its constructor, and those for videos need
+    torchvision; nothing here is ever asked for a video.
+    """
+
+    # What code reads that is never asked for a video: vLLM the kwargs and sizes.
+    video_processor = SimpleNamespace(
+        valid_kwargs=VideosKwargs,
+        merge_size=2,
+        temporal_patch_size=2,
+        num_frames=1,
+        fps=1,
+        size={"shortest_edge": 56**2, "longest_edge": 64 * 56**2},
+    )
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **kwargs: Any):
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)  # type: ignore[call-arg]
+
+
+@cache
+def image_only(processor_class: type) -> Any:
+    """Return a processor class without its part for videos."""
+    return type(processor_class.__name__, (ImageOnly, processor_class), {})
+
+
+def _processor_class(model_path: str) -> Any:
+    config = AutoConfig.from_pretrained(model_path)
+    return image_only(Qwen2_5_VLProcessor) if config.model_type == "qwen2_5_vl" else AutoProcessor
+
+
+class ImageEncoder:
+    """Encodes images for one model. Safe to use from several threads."""
+
+    def __init__(self, processor: Any) -> None:
+        """Use `load`."""
+        self._processor = processor
+        self._known: OrderedDict[str, EncodedImage] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+        self.mark = str(processor.image_token)  # the text in a rendered conversation that stands for an image
+        self.token_id = int(processor.tokenizer.convert_tokens_to_ids(self.mark))
+        self.num_encoded = 0  # images that were processed, for tests and logs
+
+    @classmethod
+    def load(cls, model_path: str, *, key: str = "policy.model_name") -> "ImageEncoder":
+        """Load the model's processor; raises ConfigError if it has none that reads images."""
+        try:
+            processor = _processor_class(model_path).from_pretrained(model_path, backend="pil")
+        except Exception as error:  # missing or damaged files raise anything
+            raise ConfigError(key, model_path, f"its processor cannot be loaded: {describe_error(error)}") from error
+        if isinstance(processor, PreTrainedTokenizerBase) or not hasattr(processor, "image_token"):
+            raise ConfigError(key, model_path, "has no processor that reads images")
+        return cls(processor)
+
+    def encode(self, image: ImagePart) -> EncodedImage:
+        """Return an image's text and features; raises DataError for one that is only known by its digest."""
+        with self._lock:
+            if (known := self._known.get(image.digest)) is not None:
+                self._known.move_to_end(image.digest)
+                return known
+            if not image.file:
+                raise DataError(f"image {image.digest[:12]} was read from a record, which holds no files")
+            encoded = self._process(image)
+            self._keep(image.digest, encoded)
+            return encoded
+
+    def place(
+        self, text: str, images: Sequence[ImagePart], tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
+        """Return the tokens of a rendered text and the images at their placeholders.
+
+        Raises DataError if the text has not exactly one mark per image: the template drops one, or a message spells it.
+        """
+        pieces = text.split(self.mark)
+        if len(pieces) - 1 != len(images):
+            problem = f"the chat template renders {len(pieces) - 1} of {len(images)} images as {self.mark}"
+            raise DataError(f"{problem}; does it drop those of tools' messages, or does a text contain the mark?")
+        encoded = [self.encode(image) for image in images]
+        parts = [pieces[0], *(one.text + piece for one, piece in zip(encoded, pieces[1:], strict=True))]
+        token_ids = tuple(tokenizer.encode("".join(parts), add_special_tokens=False))
+        places = [position for position, token in enumerate(token_ids) if token == self.token_id]
+        needed = sum(one.features.num_tokens for one in encoded)
+        if len(places) != needed:
+            raise DataError(f"{len(places)} placeholder tokens for {needed} rows of image features")
+        placed, start = [], 0
+        for one in encoded:
+            end = start + one.features.num_tokens
+            placed.append(PlacedImage(one.features, tuple(places[start:end])))
+            start = end
+        return token_ids, tuple(placed)
+
+    def _process(self, image: ImagePart) -> EncodedImage:
+        tokenizer = self._processor.tokenizer
+        with Image.open(io.BytesIO(image.file)) as opened:
+            picture = opened.convert("RGB")
+        try:
+            found = self._processor(text=[self.mark], images=[[picture]], return_tensors="np")
+        except Exception as error:  # e.g. an aspect ratio that Qwen's refuses
+            raise DataError(f"image {image.digest[:12]} cannot be processed: {describe_error(error)}") from error
+        token_ids = [int(token) for token in found["input_ids"][0]]
+        text = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if list(tokenizer.encode(text, add_special_tokens=False)) != token_ids:
+            raise DataError(f"the tokenizer does not read an image's own text again: {text:.80}")
+        names = [name for name in found if name.startswith(("pixel_", "image_"))]
+        arrays = {name: np.asarray(found[name]) for name in names}
+        if "image_grid_thw" not in arrays:
+            arrays = {name: array[0] if name in UNBATCHED else array for name, array in arrays.items()}
+        self.num_encoded += 1
+        return EncodedImage(text, ImageFeatures(image.digest, arrays, token_ids.count(self.token_id)))
+
+    def _keep(self, digest: str, encoded: EncodedImage) -> None:
+        self._known[digest] = encoded
+        self._kept_bytes += encoded.features.num_bytes
+        while self._kept_bytes > KEPT_BYTES and len(self._known) > 1:
+            _, oldest = self._known.popitem(last=False)
+            self._kept_bytes -= oldest.features.num_bytes

@@ -1,0 +1,131 @@
+"""Engines and policy see the same pictures: log-probs of both before and after a refit of all weights."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from nemo_rl import batch as keys
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.config.shared_sections import WeightSyncConfig
+from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.data.vision import ImageEncoder
+from nemo_rl.errors import WeightSyncError
+from nemo_rl.generation.engines import EngineModel
+from nemo_rl.generation.hf import HFGeneration
+from nemo_rl.generation.vllm.engine import VllmGeneration
+from nemo_rl.policy.driver import LocalPolicy
+from nemo_rl.types import GenerationRequest, Message, SamplingParams, TextPart, TokenizedMessage, placed_images
+from nemo_rl.weight_sync.refit import TransportWeightSync
+from nemo_rl.weight_sync.verification import Probe, collect_completions, to_logprob_batch
+from tests.contracts.engines import section
+from tests.contracts.policies import SETTINGS
+from tests.fakes.vision import picture, save_vision_model
+from tests.unit.policy.tiny import WeightedNLL, make_batch
+
+CASES = [(kind, engine) for kind in ("idefics3", "tiles", "qwen2_5_vl") for engine in ("hf", "vllm in process")]
+QUESTIONS = (
+    Message("user", (picture(1, 84, 56), TextPart("and"), picture(2), TextPart("are?"))),
+    Message("user", "no image"),
+    Message("user", (TextPart("what is "), picture(3))),
+    Message("user", (picture(2), TextPart("?"))),
+)
+MAX_LENGTH = 256
+
+
+class Seeing:
+    """A policy and an engine of the same tiny model."""
+
+    def __init__(self, runner: asyncio.Runner, kind: str, engine: str, path: Path) -> None:
+        self.runner = runner
+        save_vision_model("idefics3" if kind == "tiles" else kind, path, splits=kind == "tiles")
+        images = ImageEncoder.load(str(path))
+        encoder = ChatEncoder(images._processor.tokenizer, images=images)
+        logs = [encoder.encode_prompt((message,)) for message in QUESTIONS]
+        self.probes = [Probe(flat_token_ids(log), placed_images(log)) for log in logs]
+        self.policy = LocalPolicy(
+            PolicyConfig.model_validate({"model_name": str(path), **SETTINGS}),
+            model_path=str(path), temperature=1.0, needs_reference=False, num_samples_per_step=4, seed=0,
+        )  # fmt: skip
+        if engine == "hf":
+            self.engine: Any = HFGeneration(str(path), max_batch_size=4, max_model_len=MAX_LENGTH)
+            return
+        kind = "qwen2_5_vl" if kind == "qwen2_5_vl" else "idefics3"
+        model = EngineModel(str(path), "float32", MAX_LENGTH, "cpu", vision_type=kind)
+        self.engine = runner.run(VllmGeneration.create(section(in_process=True), model))
+
+    def worst_difference(self, *, seed: int = 0) -> float:
+        """Return the largest difference of log-probs of sampled tokens, each prompt sampled twice."""
+        sampling = SamplingParams(16, stop_token_ids=())
+        requests = [
+            GenerationRequest(f"{seed}-{i}-{k}", p.token_ids, sampling, seed + k, f"{i}-{k}", images=p.images)
+            for i, p in enumerate(self.probes)
+            for k in range(2)
+        ]
+        completions = self.runner.run(collect_completions(self.engine, requests))
+        batch = to_logprob_batch(requests, completions)
+        scored = self.runner.run(self.policy.logprobs(batch))
+        mask = batch["token_mask"]
+        return float(((scored - batch["generation_logprobs"]) * mask).abs().max())
+
+    def training_batch(self) -> TensorDict:
+        """Return the probes as samples whose second half is trained on."""
+        logs = [TokenizedMessage(Message("user", ""), p.token_ids, images=p.images) for p in self.probes]
+        batch = make_batch([len(log.token_ids) for log in logs])
+        for index, log in enumerate(logs):
+            batch["token_ids"][index, : len(log.token_ids)] = torch.tensor(log.token_ids)
+        keys.add_images(batch, [log.images for log in logs])
+        return batch
+
+    def close(self) -> None:
+        self.runner.run(self.engine.close())
+        self.runner.run(self.policy.close())
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+def seeing(
+    request: pytest.FixtureRequest, engine_loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Seeing]:
+    made = Seeing(engine_loop, *request.param, tmp_path_factory.mktemp(request.param[0]))
+    yield made
+    made.close()
+
+
+def test_logprobs_agree_before_and_after_a_refit_of_all_weights(seeing: Seeing) -> None:
+    assert seeing.worst_difference() < 1e-4
+    metrics = seeing.runner.run(seeing.policy.train_step(seeing.training_batch(), WeightedNLL()))
+    assert metrics["grad_norm"] > 0
+    assert seeing.worst_difference(seed=7) > 1e-3  # the engine has the weights before the step
+    sync = TransportWeightSync(seeing.probes, WeightSyncConfig(verify=True), "float32")
+    for version in (1, 2):  # the second repeats recorded copies
+        seeing.runner.run(sync.publish(seeing.policy, seeing.engine, weight_version=version))
+    sync.close()
+    assert seeing.worst_difference(seed=9) < 1e-4
+
+
+def test_weights_that_images_alone_reach_are_verified(seeing: Seeing) -> None:
+    sync = TransportWeightSync(seeing.probes, WeightSyncConfig(verify=True), "float32")
+    with pytest.raises(WeightSyncError, match="log-probs differ"):
+        seeing.runner.run(sync.publish(FalseTower(seeing.policy), seeing.engine, weight_version=3))  # type: ignore[arg-type]
+    seeing.runner.run(sync.publish(seeing.policy, seeing.engine, weight_version=4))
+    sync.close()
+
+
+class FalseTower:
+    """A policy that publishes other embeddings of patches than it has."""
+
+    def __init__(self, policy: LocalPolicy) -> None:
+        self._policy = policy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    async def run_with_weights(self, use: Any) -> Any:
+        def falsified(weights: Any) -> Any:
+            return use((name, tensor * 1.5 if "patch_embed" in name else tensor) for name, tensor in weights)
+
+        return await self._policy.run_with_weights(falsified)
