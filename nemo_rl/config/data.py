@@ -51,7 +51,7 @@ class DatasetConfig(Section):
     processor: str | None = None  # a built-in or registered name, or a dotted path; None: by the row's shape
     prompt_file: str | None = None  # text with {} in the place of the question
     system_prompt_file: str | None = None  # text of a system message before each question; None: none
-    images: ImagesConfig | None = None  # limits of images in rows, {} for the defaults; None: images are refused
+    images: ImagesConfig | None = None  # allows images in rows, {} with default limits; None: images are refused
 
 
 NO_DEFAULTS = DatasetConfig.with_defaults()

@@ -75,8 +75,8 @@ def _part_text(part: object) -> str:
         return to_text(part)
     if part.get("type") == "tool_call":
         return ""  # shown with the calls
-    if part.get("type") == "image":
-        return f"[image {str(part.get('digest', ''))[:12]}]"
+    if part.get("type") == "image" and "digest" in part:
+        return f"[image {str(part['digest'])[:12]}]"
     if isinstance(part.get("content"), list):
         return _join_parts(part["content"])
     if part.get("type") == "thinking":

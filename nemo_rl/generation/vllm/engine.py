@@ -62,6 +62,7 @@ class VllmGeneration:
         device: str,
         records_routes: bool = False,
         adapters: AdapterSlots | None = None,
+        sees: bool = False,
         control_s: float = CONTROL_S,
     ) -> None:
         """Use `create`."""
@@ -87,6 +88,7 @@ class VllmGeneration:
         self._cached_params = functools.lru_cache(self._make_params)
         self._vocab_size: int = engine.vllm_config.model_config.get_vocab_size()
         self._max_model_len: int = engine.vllm_config.model_config.max_model_len
+        self._sees = sees
         self._routes = make_route_source(engine, on_cpu=device == "cpu") if records_routes else None
         self._adapters = None if adapters is None else AdapterVersions(adapters.num_versions)
         self._weight_version = 0
@@ -108,7 +110,12 @@ class VllmGeneration:
         async with starting_engine(model.device, start_timeout_s, num_workers=section.num_workers):
             engine = start_engine(section, model)
             generation = cls(
-                engine, section, device=model.device, records_routes=model.records_routes, adapters=model.adapters
+                engine,
+                section,
+                device=model.device,
+                records_routes=model.records_routes,
+                adapters=model.adapters,
+                sees=model.vision_type is not None,
             )
             try:
                 async with generation._engine_deadline("start"):
@@ -245,6 +252,8 @@ class VllmGeneration:
             await self._load(manifest)
             if not self._paused_engine and not await self._engine.reset_prefix_cache():
                 raise WeightSyncError("vLLM kept its prefix cache: weights may be updated only while paused or idle")
+            if self._sees:  # features of images are those of the old tower
+                await self._engine.reset_encoder_cache()
             await self._engine.update_weight_version(str(weight_version))
         self._weight_version = weight_version
 

@@ -47,7 +47,17 @@ def test_class_of_a_user_is_made_with_its_kwargs_and_what_it_declares_of_the_mod
 def test_async_function_of_a_user_may_take_all_of_the_model():
     engine = asyncio.run(make_generation(section("open_engine", vocab_size=9), MODEL))
     assert isinstance(engine, FakeGeneration)
-    assert engine.calls == ["device", "dtype", "max_model_len", "model_path", "records_routes", "trust_remote_code"]
+    names = [
+        "adapters",
+        "device",
+        "dtype",
+        "max_model_len",
+        "model_path",
+        "records_routes",
+        "trust_remote_code",
+        "vision_type",
+    ]
+    assert engine.calls == names
 
 
 def test_an_engine_that_never_starts_is_given_up_on_and_its_limit_named():

@@ -367,6 +367,9 @@ class InProcessEngine:
     async def reset_prefix_cache(self) -> bool:
         return await self._call(lambda core: core.reset_prefix_cache())
 
+    async def reset_encoder_cache(self) -> None:
+        await self._call(lambda core: core.reset_encoder_cache())
+
     async def update_weight_version(self, version: str) -> None:
         await self._call(lambda core: core.set_weight_version(version))
 

@@ -1,0 +1,52 @@
+"""Options and rows that exclude each other with models that see, or with those that do not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Idefics3Config, LlamaConfig
+
+from nemo_rl.config.loading import load_config
+from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.errors import ConfigError
+from nemo_rl.launch.resolved_model import check_vision
+
+VISION = Path(__file__).parents[3] / "examples" / "configs" / "vision.yaml"
+ASYNC = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"sequence_packing": {"enabled": True, "share_prefixes": True}}, "policy.sequence_packing.share_prefixes"),
+        ({"dtensor_cfg": {"lora_cfg": {"enabled": True}}}, "policy.dtensor_cfg.lora_cfg.enabled"),
+        ({"dtensor_cfg": {"context_parallel_size": 2}}, "policy.dtensor_cfg.context_parallel_size"),
+        ({"megatron_cfg": {"enabled": True}}, "policy.model_name"),
+    ],
+)
+def test_what_models_that_see_exclude_is_refused(section: dict[str, Any], key: str) -> None:
+    policy = PolicyConfig.model_validate({"model_name": "m", **section})
+    with pytest.raises(ConfigError) as refused:
+        check_vision(policy, Idefics3Config())
+    assert refused.value.key == key
+    check_vision(policy, LlamaConfig())
+    check_vision(PolicyConfig(model_name="m", freeze_vision=True), Idefics3Config())
+
+
+def test_a_model_that_reads_text_has_no_tower_to_freeze() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.freeze_vision = True: models of type 'llama'"):
+        check_vision(PolicyConfig(model_name="m", freeze_vision=True), LlamaConfig())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (ASYNC, "keep features of the old vision tower"),
+        (("grpo.val_overlap=true",), "keep features of the old vision tower"),
+        (("grpo.adv_estimator.name=opd", "++teacher.model_name=m"), "teachers read text"),
+        (("++data.train.images.directories=[/nowhere]",), "no such directory"),
+    ],
+)
+def test_runs_that_cannot_show_images_are_refused(overrides: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(VISION, ["++data.train.images={}", *overrides])
