@@ -47,16 +47,7 @@ def test_class_of_a_user_is_made_with_its_kwargs_and_what_it_declares_of_the_mod
 def test_async_function_of_a_user_may_take_all_of_the_model():
     engine = asyncio.run(make_generation(section("open_engine", vocab_size=9), MODEL))
     assert isinstance(engine, FakeGeneration)
-    names = [
-        "adapters",
-        "device",
-        "dtype",
-        "max_model_len",
-        "model_path",
-        "records_routes",
-        "trust_remote_code",
-        "vision_type",
-    ]
+    names = ["device", "dtype", "max_model_len", "model_path", "records_routes", "trust_remote_code", "vision_type"]
     assert engine.calls == names
 
 
