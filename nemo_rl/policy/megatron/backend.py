@@ -103,9 +103,10 @@ class MegatronConfig(BackendConfig):
         parallel, tensor = self.expert_model_parallel_size, self.expert_tensor_parallel_size
         ranks = data * self.tensor_model_parallel_size
         if ranks % (parallel * tensor):
-            others = f"with {key}.expert_tensor_parallel_size = {tensor} " if tensor > 1 else ""
-            problem = f"{parallel * tensor} ranks hold a layer's experts, which must divide the {ranks} of a stage"
-            raise ConfigError(f"{key}.expert_model_parallel_size", parallel, others + problem + " (data x tensor)")
+            sizes = f"with {key}.expert_tensor_parallel_size = {tensor}, " if tensor > 1 else ""
+            problem = f"{sizes}{parallel * tensor} ranks hold a layer's experts; that must divide the {ranks} ranks"
+            size_key = f"{key}.expert_model_parallel_size"
+            raise ConfigError(size_key, parallel, f"{problem} of a stage (data x tensor parallel)")
         return ExpertLayout(parallel=parallel, tensor=tensor, copies=ranks // (parallel * tensor))
 
     def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:

@@ -167,7 +167,7 @@ def test_an_address_asks_for_a_cluster() -> None:
          f"{POLICY}.expert_parallel_size", "divide the 2 data parallel ranks"),
         ("cpu", {f"{MEGATRON}.enabled": True, f"{MEGATRON}.tensor_model_parallel_size": 2,
                  f"{MEGATRON}.expert_model_parallel_size": 2, f"{MEGATRON}.expert_tensor_parallel_size": 2},
-         f"{MEGATRON}.expert_model_parallel_size", "tensor_parallel_size = 2 4 ranks.* must divide the 2 of a stage"),
+         f"{MEGATRON}.expert_model_parallel_size", "= 2, 4 ranks.* must divide the 2 ranks of a stage"),
     ],
 )  # fmt: skip
 def test_what_cannot_stand_is_refused_with_what_is_allowed(
