@@ -110,7 +110,9 @@ async def make_hf(section: DriverEngineConfig, model: EngineModel, **placement: 
     """Load the transformers model into this process."""
     from nemo_rl.generation.hf import HFGeneration  # loads torch
 
-    return HFGeneration(**_own_arguments(model))
+    own = _own_arguments(model)
+    del own["vision_type"]  # read from the model's own files
+    return HFGeneration(**own)
 
 
 HF = Entry(DriverEngineConfig, make=make_hf, check=check_hf)
