@@ -109,12 +109,13 @@ def engine(request: pytest.FixtureRequest, model_path: Path, engine_loop: asynci
     engine_loop.run(started.close())
 
 
-def transport_of(engine: VllmGeneration) -> Transport:
-    if not engine._pids:
-        return InProcess()
-    if len(engine._pids) > 2:  # TP: a broadcast to both workers
-        return Broadcast(backend="gloo", workers_per_engine=2)
-    return SharedMemory()
+@pytest.fixture(scope="module")
+def transport(engine: VllmGeneration) -> Iterator[Transport]:
+    """Return the way that `auto` takes; with tensor parallelism a broadcast to both workers."""
+    num_processes = len(engine._pids)
+    own = Broadcast(backend="gloo", workers_per_engine=2) if num_processes > 2 else SharedMemory()
+    yield own if num_processes else InProcess()
+    own.close()
 
 
 async def publish(
@@ -124,14 +125,16 @@ async def publish(
     transport: Transport | None = None,
     falsify: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Refit once, and verify."""
+    """Refit once, by a transport that the caller closes, and verify."""
     policy = AdaptedPolicy(adapted.set_version(version))
     policy.published = falsify or policy.published
-    sync = TransportWeightSync(PROBES, WeightSyncConfig(), "float32", transport=transport, adapter_only=True)
+    own = transport or SharedMemory()
+    sync = TransportWeightSync(PROBES, WeightSyncConfig(), "float32", transport=own, adapter_only=True)
     try:
         await sync.publish(policy, engine, weight_version=version)  # type: ignore[arg-type]
     finally:
-        sync.close()
+        if transport is None:
+            own.close()
 
 
 def asked(name: str, *, under: int | None = None, tokens: Sequence[int] = PROMPT, count: int = 12) -> GenerationRequest:
@@ -146,10 +149,9 @@ def check(adapted: AdaptedModel, completion: Completion, version: int, prompt: S
 
 
 def test_versions_side_by_side_are_each_exact(
-    engine: VllmGeneration, adapted: AdaptedModel, engine_loop: asyncio.Runner
+    engine: VllmGeneration, transport: Transport, adapted: AdaptedModel, engine_loop: asyncio.Runner
 ) -> None:
     """The same prompt under each, twice: the second time its prefix is cached, under two versions."""
-    transport = transport_of(engine)
 
     async def main() -> None:
         for version in (0, 1, 2):
@@ -168,10 +170,9 @@ def test_versions_side_by_side_are_each_exact(
 
 
 def test_requests_end_under_their_own_version_while_others_come(
-    engine: VllmGeneration, adapted: AdaptedModel, engine_loop: asyncio.Runner
+    engine: VllmGeneration, transport: Transport, adapted: AdaptedModel, engine_loop: asyncio.Runner
 ) -> None:
     """More versions run at once than the engine has room for: vLLM evicts adapters and loads them again."""
-    transport = transport_of(engine)
 
     async def main() -> None:
         running = {}
