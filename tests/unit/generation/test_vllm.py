@@ -88,7 +88,7 @@ def dying_engine() -> Any:
     with importing_vllm("cpu"):
         from vllm.v1.engine.exceptions import EngineDeadError
 
-    config = SimpleNamespace(enable_sleep_mode=False, get_vocab_size=lambda: 64, max_model_len=100)
+    config = SimpleNamespace(enable_sleep_mode=False, get_vocab_size=lambda: 64, max_model_len=100, max_logprobs=0)
     died = asyncio.Event()
 
     async def generate(prompt: Any, params: Any, request_id: str) -> Any:
