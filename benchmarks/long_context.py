@@ -12,6 +12,7 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,14 @@ BARS = {2: 0.55, 4: 0.30}
 
 def made_module(recompute: bool) -> CausalLogprobs:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "head_dim": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 131_072}
+    sizes: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 2,
+        "head_dim": 64,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 131_072}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True)).eval()
     module = CausalLogprobs(model, temperature=1.0, chunk_size=1024, context=("context", 2))
     if recompute:

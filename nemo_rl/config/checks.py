@@ -86,6 +86,9 @@ def _check_shared_prefixes(key: str, model: PolicyConfig | TeacherConfig) -> Non
     elif model.context_parallel_size > 1:
         slices = f"{key}.{model.backend_key}.context_parallel_size is {model.context_parallel_size}"
         problem = f"{slices}: trees of prefixes are not cut into slices; allowed: false"
+    elif model.parallelism.splits_residual:
+        slices = f"{key}.{model.backend_key}.sequence_parallel is true"
+        problem = f"{slices}: trees of prefixes are not cut into slices; allowed: false"
     elif packing.algorithm != default:
         where, problem = f"{section}.algorithm", f"{section}.share_prefixes packs whole groups; allowed: {default}"
         raise ConfigError(where, packing.algorithm, problem)

@@ -145,6 +145,11 @@ class BackendConfig(Section):
         return None
 
     @property
+    def splits_residual(self) -> bool:
+        """Return whether tensor-parallel ranks each hold a part of the tokens between the layers."""
+        return False
+
+    @property
     def adapters(self) -> str | None:
         """Return a description of the adapters that are trained; None: all weights are."""
         return None if self.adapter_dim is None else f"LoRA of dim {self.adapter_dim}"

@@ -57,7 +57,7 @@ def _training_advice(config: TrainingRunConfig | SupervisedRunConfig) -> str:
         f"a smaller {key} ({size})",
         f"policy.{policy.backend_key}.activation_checkpointing=true",
         _offload_of_weights(config),
-        "more GPUs",
+        f"more GPUs, which share long samples by policy.{policy.backend_key}.context_parallel_size",
     ]
     listed = ", ".join(filter(None, helps))
     return f"The device has too little memory; what helps, the cheapest first: {listed}; --dry-run shows the plan."

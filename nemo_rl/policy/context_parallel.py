@@ -9,7 +9,7 @@ per token, are gathered: losses and metrics see whole samples, each token once, 
 H heads of queries, K of keys and values, D width of a head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.attention import SINK_MODEL_TYPES, PackedSequences, packed_attention_forward, packing_problem
 from nemo_rl.policy.exchanges import exchange_rows, gather_rows
+from nemo_rl.policy.ranks import RankLayout, context_group
 from nemo_rl.policy.token_layout import ScoredShare
 
 SLICED_ATTENTION = "nemo_rl_over_context_ranks"
@@ -33,13 +34,28 @@ LONE_TOKENS = "nemo_rl_lone_tokens"
 class ContextRanks:
     """The ranks that share a row, and the position of this one among them."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None  # None: a single rank
     rank: int
     size: int
+    parts: int = 1  # equal ones of a rank's slice, over tensor-parallel ranks (`sequence_parallel`)
+
+    def slice_size(self, num_tokens: int) -> int:
+        """Return n, the tokens of each rank's slice of a row, padding included."""
+        return -(-num_tokens // (self.size * self.parts)) * self.parts
 
     def gather(self, rows: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Return the rows of all ranks, `sizes` of each (None: as many as this one has); see `gather_rows`."""
+        if self.group is None:
+            return rows
         return gather_rows(rows, sizes or (len(rows),) * self.size, self.rank, self.group)
+
+
+def context_ranks(layout: RankLayout, *, parts: int = 1) -> ContextRanks | None:
+    """Return the ranks that share rows with this one; None if rows are not cut. All ranks call it together."""
+    size = layout.context_parallel_size
+    if size == parts == 1:
+        return None
+    return ContextRanks(context_group(layout) if size > 1 else None, layout.context_parallel_rank, size, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +69,7 @@ class SlicedSequences:
     @classmethod
     def of(cls, pack: PackedSequences, ranks: ContextRanks) -> "SlicedSequences":
         """Return this rank's slice of a pack."""
-        padding = -sum(pack.lengths) % ranks.size
+        padding = ranks.slice_size(sum(pack.lengths)) * ranks.size - sum(pack.lengths)
         if padding == 0:
             return cls(pack, pack, ranks)
         positions = torch.arange(padding, device=pack.positions.device).unsqueeze(0)
@@ -102,7 +118,7 @@ class SlicedSequences:
 
 def sliced_tokens(num_tokens: int, ranks: ContextRanks, device: torch.device) -> torch.Tensor:
     """Return which of this rank's tokens of a row of samples are no padding: [n] bool."""
-    size = -(-num_tokens // ranks.size)
+    size = ranks.slice_size(num_tokens)
     return torch.arange(ranks.rank * size, (ranks.rank + 1) * size, device=device) < num_tokens
 
 
@@ -119,35 +135,57 @@ def sliced_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Return packed attention over the slices of all ranks, as transformers calls it.
 
-    From [1, heads, n, width] to [1, n, heads, width]. Keys and values with fewer heads than ranks are sent to several,
-    and autograd sums their gradients.
+    From [1, heads, n, width] to [1, n, heads, width].
     """
-    ranks = pack.ranks
+
+    attend_packed: Any = packed_attention_forward  # whose type the compiler's decorator hides
+
+    def attend(*whole: torch.Tensor) -> torch.Tensor:
+        groups = whole[0].shape[1] // whole[1].shape[1]  # fewer than the layer's, if its keys are sent to several ranks
+        local: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
+        return attend_packed(local, *whole, attention_mask, pack=pack.row, **options)[0]
+
+    return attend_over_slices(attend, query, key, value, pack.ranks), None
+
+
+def attend_over_slices(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ranks: ContextRanks,
+) -> torch.Tensor:
+    """Return a slice [1, n, heads, width] of the attention of whole rows, from slices [1, heads, n, width].
+
+    `attend` computes [1, N, heads, width] from whole rows [1, heads, N, width] of some of the heads. Keys and values
+    with fewer heads than ranks are sent to several, and autograd sums their gradients.
+    """
+    if ranks.group is None:
+        return attend(query, key, value)
     if (copies := ranks.size // key.shape[1]) > 1:
         key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
-    whole = _slices_to_heads((query, key, value), ranks)
-    groups = whole[0].shape[1] // whole[1].shape[1]  # fewer than the layer's, if its keys are sent to several ranks
-    local: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
-    result = packed_attention_forward(local, *whole, attention_mask, pack=pack.row, **options)[0]
-    return _heads_to_slice(result, ranks), None
+    whole = _slices_to_heads((query, key, value), ranks, ranks.group)
+    return _heads_to_slice(attend(*whole), ranks, ranks.group)
 
 
-def _slices_to_heads(states: Sequence[torch.Tensor], ranks: ContextRanks) -> list[torch.Tensor]:
+def _slices_to_heads(
+    states: Sequence[torch.Tensor], ranks: ContextRanks, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
     """Return [1, H / C, N, D] of whole rows from [1, H, n, D] of slices, for several states in one exchange."""
     size, length = ranks.size, states[0].shape[2]
     blocks = [one[0].reshape(size, -1) for one in states]  # heads are the first axis: a block per rank that gets them
     sent = torch.cat(blocks, dim=1)
-    parts = exchange_rows(sent, (1,) * size, (1,) * size, ranks.group).split([b.shape[1] for b in blocks], dim=1)
+    parts = exchange_rows(sent, (1,) * size, (1,) * size, group).split([b.shape[1] for b in blocks], dim=1)
     return [
         part.view(size, -1, length, one.shape[3]).transpose(0, 1).flatten(1, 2).unsqueeze(0)
         for part, one in zip(parts, states, strict=True)
     ]
 
 
-def _heads_to_slice(result: torch.Tensor, ranks: ContextRanks) -> torch.Tensor:
+def _heads_to_slice(result: torch.Tensor, ranks: ContextRanks, group: dist.ProcessGroup) -> torch.Tensor:
     """Return [1, n, H, D] of a slice from [1, N, H / C, D] of the whole row."""
     size, (heads, width) = ranks.size, result.shape[2:]
-    received = exchange_rows(result[0].reshape(size, -1), (1,) * size, (1,) * size, ranks.group)
+    received = exchange_rows(result[0].reshape(size, -1), (1,) * size, (1,) * size, group)
     return received.view(size, -1, heads, width).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
@@ -164,16 +202,16 @@ def _lone_tokens_forward(
 
 
 def check_context_parallel(model: PreTrainedModel, key: str, size: int) -> None:
-    """Raise ConfigError for `key`, a number of ranks, if slices of packed sequences would have other outputs.
+    """Raise ConfigError for `key`, a number of ranks or True, if slices of packed sequences would have other outputs.
 
     Attention must be the only way from one token to another: with that of lone tokens, a slice has the same outputs as
     in its row. Changes the model's attention.
     """
-    kind = model.config.model_type
-    if kind in SINK_MODEL_TYPES:
+    kind, allowed = model.config.model_type, "false" if size is True else "1"
+    if kind in SINK_MODEL_TYPES and size is not True:
         raise ConfigError(key, size, f"the attention sinks of models of type {kind!r} are not divided; allowed: 1")
     if (problem := packing_problem(model)) is not None:
-        raise ConfigError(key, size, f"{problem}, and ranks have slices of a pack; allowed: 1")
+        raise ConfigError(key, size, f"{problem}, and ranks have slices of a pack; allowed: {allowed}")
     model.set_attn_implementation(LONE_TOKENS)
     tokens = torch.arange(6, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
     positions = torch.tensor([[0, 1, 2, 3, 0, 1]], device=model.device)
@@ -186,7 +224,7 @@ def check_context_parallel(model: PreTrainedModel, key: str, size: int) -> None:
         sliced = torch.cat([logits(slice(0, 3)), logits(slice(3, 6))])
         whole = logits(slice(None))
     if not torch.allclose(sliced, whole, rtol=1e-4, atol=1e-4):
-        raise ConfigError(key, size, f"models of type {kind!r} pass tokens on beside attention; allowed: 1")
+        raise ConfigError(key, size, f"models of type {kind!r} pass tokens on beside attention; allowed: {allowed}")
 
 
 AttentionInterface.register(SLICED_ATTENTION, sliced_attention_forward)

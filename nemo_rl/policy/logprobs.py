@@ -167,7 +167,7 @@ class CausalLogprobs(nn.Module):
         chunk_size: positions whose logits exist at once; None: all of them.
         packing_key: the configuration key that asks for packed sequences; the model's attention is replaced for good.
             None: sequences are padded.
-        context: the configuration key that asks for slices of packed sequences on several ranks, and their number; the
+        context: the configuration key that asks for slices of packed sequences on several ranks, and its value; the
             ranks are given as the attribute `context`. Sequences are then packed in any case.
         probe_device: device of the small model for the checks.
 

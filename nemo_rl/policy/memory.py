@@ -167,6 +167,7 @@ class RankMemory:
     longest: int = 1  # tokens of the longest sample, the least that a micro-batch can have
     chunk: int | None = 1024  # positions whose logits exist at once
     recomputes: bool = False  # activation_checkpointing
+    splits_residual: bool = False  # sequence_parallel: a tensor rank has a part of the tokens between matrices
     is_offloaded: bool = False  # cpu_offload
     is_frozen: bool = False  # a teacher, in its precision
     is_replicated: bool = False  # each data-parallel rank holds whole weights and gradients, as with Megatron
@@ -222,13 +223,13 @@ class RankMemory:
     def layer_activations(self) -> int:
         """Return what a layer keeps of one token for its backward pass.
 
-        Two norms keep a float32 copy of their input, the normalized values and their output; attention keeps queries,
-        keys, values, its output and a log-sum-exp per head; the MLP four vectors of its width. Each expert of the token
-        keeps four of its own, the hidden state that it was sent, and its result on both sides; Megatron's
-        tensor-parallel ranks each send a part of the tokens.
+        Two norms keep a float32 copy of their input, the normalized values and their output, which is gathered if the
+        residual stream is divided; attention keeps queries, keys, values, its output and a log-sum-exp per head; the
+        MLP four vectors of its width. Each expert of the token keeps four of its own, the hidden state that it was
+        sent, and its result on both sides; Megatron's tensor-parallel ranks each send a part of the tokens.
         """
         shape, size = self.shape, self.compute_bytes
-        norms = 2 * (4 + 2 * size) * shape.hidden_size
+        norms = 2 * ((4 + size) * shape.hidden_size // self._residual_parts + size * shape.hidden_size)
         attention = size * (2 * shape.query_width + 2 * shape.key_value_width) + 4 * shape.num_attention_heads
         if shape.num_experts:
             each = size * (4 * shape.expert_width + 3 * self.expert_tensor * shape.hidden_size)
@@ -242,7 +243,8 @@ class RankMemory:
         layers, tokens = math.ceil(self.shape.num_hidden_layers / self.stages), self._slice(self.train_tokens)
         if not self.recomputes:
             return layers * tokens * self.layer_activations
-        return layers * tokens * self.compute_bytes * self.shape.hidden_size + tokens * self.layer_activations
+        kept = self.compute_bytes * self.shape.hidden_size // self._residual_parts
+        return layers * tokens * kept + tokens * self.layer_activations
 
     @property
     def gathered(self) -> int:
@@ -284,7 +286,7 @@ class RankMemory:
     def allows_context(self, size: int) -> bool:
         """Return whether that many ranks can share a micro-batch: they exchange its tokens for equal parts of heads."""
         heads, groups = self.shape.num_attention_heads // self.tensor, self.shape.num_key_value_heads // self.tensor
-        return not self.is_replicated and heads % size == 0 and (groups % size == 0 or size % groups == 0)
+        return heads % size == 0 and (groups % size == 0 or size % groups == 0)
 
     @property
     def exchanged_bytes(self) -> int:
@@ -360,6 +362,10 @@ class RankMemory:
     @property
     def _root(self) -> int:
         return self.shape.root_parameters // self.tensor
+
+    @property
+    def _residual_parts(self) -> int:
+        return self.tensor if self.splits_residual else 1
 
     def _slice(self, tokens: int) -> int:
         """Return a rank's tokens of a micro-batch."""

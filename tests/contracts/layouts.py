@@ -49,6 +49,13 @@ CONTEXT = {
     "cp 2 dp 2": Mesh(2, context_parallel_size=2),
     "cp 2 tp 2": Mesh(1, 2, context_parallel_size=2),
     "cp 2 ep 2": Mesh(1, context_parallel_size=2, expert_parallel_size=2),
+    "tp 2 sp": Mesh(1, 2, sequence_parallel=True),
+    "2 x tp 2 sp": Mesh(2, 2, sequence_parallel=True),
+    "cp 2 tp 2 sp": Mesh(1, 2, context_parallel_size=2, sequence_parallel=True),
+    "megatron cp 2": Mesh(1, backend="megatron", context_parallel_size=2),
+    "megatron cp 2 pp 2": Mesh(1, 1, 2, backend="megatron", context_parallel_size=2),
+    "megatron cp 2 tp 2": Mesh(1, 2, backend="megatron", context_parallel_size=2),
+    "megatron cp 2 ep 2": Mesh(1, backend="megatron", context_parallel_size=2, expert_parallel_size=2),
     "cp 2 dp 2 ep 4": Mesh(2, context_parallel_size=2, expert_parallel_size=4),
 }
 DENSE = FSDP2 | MEGATRON | COPIES_OF_STAGES  # layouts of every model

@@ -42,6 +42,7 @@ class Mesh:
     expert_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+    sequence_parallel: bool = False
 
     @property
     def world_size(self) -> int:
@@ -53,12 +54,14 @@ class Mesh:
         """Return the result for `policy`."""
         if self.backend == "fsdp2":
             sizes = {"expert_parallel_size": self.expert_parallel_size}
-            return {"dtensor_cfg": {**sizes, "context_parallel_size": self.context_parallel_size}}
+            sizes |= {"context_parallel_size": self.context_parallel_size, "sequence_parallel": self.sequence_parallel}
+            return {"dtensor_cfg": sizes}
         sizes = {
             "tensor_model_parallel_size": self.tensor_parallel_size,
             "pipeline_model_parallel_size": self.pipeline_parallel_size,
             "expert_model_parallel_size": self.expert_parallel_size,
             "expert_tensor_parallel_size": self.expert_tensor_parallel_size,
+            "context_parallel_size": self.context_parallel_size,
         }
         return {"megatron_cfg": {"enabled": True, **sizes}}
 

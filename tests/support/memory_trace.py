@@ -179,7 +179,8 @@ def _trace(case: TraceCase) -> TracedPeaks:
         resident = live.now
         optimizer = make_optimizer(case.policy, [p for p in module.parameters() if p.requires_grad])
         num_tokens = case.tokens // size
-        inputs = torch.zeros((1, num_tokens), dtype=torch.int64), torch.zeros(num_tokens, dtype=torch.int64)
+        scored = min(num_tokens, 2048)  # two chunks and more take the same
+        inputs = torch.zeros((1, num_tokens), dtype=torch.int64), torch.zeros(scored, dtype=torch.int64)
 
         keeps = case.section.keep_unsharded is True
 

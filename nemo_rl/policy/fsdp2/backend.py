@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")  # by tensor parallelism
+SEQUENCE_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by sequence parallelism
 EXPERT_MODEL_TYPES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # by expert parallelism
 LENGTH_ROPES = ("dynamic", "longrope")  # frequencies of a whole row
 COMPILED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by default: tests show that their outputs and gradients are equal
@@ -59,6 +60,8 @@ class DTensorConfig(BackendConfig):
     # qwen2 and qwen3.
     compile: bool | Literal["auto"] = "auto"
     tensor_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer; divides the heads
+    # Tensor-parallel ranks each hold a part of the tokens between attention and MLPs; false: each holds all.
+    sequence_parallel: bool = False
     # Ranks that each compute a slice of a micro-batch's tokens, and exchange them for heads around attention; the token
     # limits of micro-batches are those of all slices together.
     context_parallel_size: int = Field(default=1, gt=0)
@@ -78,6 +81,10 @@ class DTensorConfig(BackendConfig):
     def num_context_parallel_ranks(self) -> int:
         return self.context_parallel_size
 
+    @property
+    def splits_residual(self) -> bool:
+        return self.sequence_parallel and self.tensor_parallel_size > 1
+
     def experts_on(self, data: int, *, key: str) -> ExpertLayout:
         size, context = self.expert_parallel_size, self.context_parallel_size
         if data * context % size:
@@ -89,6 +96,7 @@ class DTensorConfig(BackendConfig):
         check_tensor_parallel(self.tensor_parallel_size, model, key=key)
         check_context_parallel(self.context_parallel_size, model, tensor=self.tensor_parallel_size, key=key)
         check_expert_parallel(self.expert_parallel_size, model, key=key)
+        check_sequence_parallel(self.splits_residual, model, key=key)
 
 
 class TrainedDTensorConfig(DTensorConfig):
@@ -164,6 +172,13 @@ def check_expert_parallel(size: int, model: "PreTrainedConfig", *, key: str = "p
     if number % size:
         allowed = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
         raise ConfigError(key, size, f"must divide the model's {number} experts; allowed: {allowed}")
+
+
+def check_sequence_parallel(is_on: bool, model: "PreTrainedConfig", *, key: str = "policy.dtensor_cfg") -> None:
+    """Raise ConfigError for `sequence_parallel`, in the section `key`, of a model without a plan for it."""
+    if is_on and model.model_type not in SEQUENCE_MODEL_TYPES:
+        problem = f"no plan for models of type {model.model_type!r}; supported: {', '.join(SEQUENCE_MODEL_TYPES)}"
+        raise ConfigError(f"{key}.sequence_parallel", True, f"{problem}; else false")
 
 
 def check_divides_widths(size: int, model: "PreTrainedConfig", *, key: str) -> None:

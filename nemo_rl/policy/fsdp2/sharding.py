@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -26,14 +28,14 @@ from transformers import PreTrainedModel
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.distributed.expert_routers import find_routers
 from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.policy.context_parallel import SLICED_ATTENTION, ContextRanks
+from nemo_rl.policy.context_parallel import SLICED_ATTENTION, context_ranks
 from nemo_rl.policy.fsdp2.backend import COMPILED_MODEL_TYPES, KEPT_SHARE, DTensorConfig, TrainedDTensorConfig
 from nemo_rl.policy.fsdp2.experts import FSDP_DIM, find_experts, split_experts
 from nemo_rl.policy.fsdp2.shards import own_part
 from nemo_rl.policy.hf_model import ModelTensors, decoder_layers, open_tensors
 from nemo_rl.policy.log_softmax import has_kernels
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
-from nemo_rl.policy.ranks import RankLayout, context_group, device_mesh, join
+from nemo_rl.policy.ranks import RankLayout, device_mesh, join
 from nemo_rl.policy.truncation import VocabularyShard
 
 BASE_LAYER = ".base_layer."  # part of the names of peft's layers (lora.py)
@@ -66,12 +68,12 @@ def shard(
     """
     join(layout, device)
     mesh = device_mesh(layout, device)
-    if layout.context_parallel_size > 1:
-        module.context = ContextRanks(context_group(layout), layout.context_parallel_rank, layout.context_parallel_size)
+    is_residual_split = splits_residual(config, layout)
+    module.context = context_ranks(layout, parts=layout.tensor_parallel_size if is_residual_split else 1)
+    if module.context is not None:
         module.model.set_attn_implementation(SLICED_ATTENTION)
     if layout.tensor_parallel_size > 1:
-        split_layers(module, mesh)
-        split_vocabulary(module, mesh)
+        _split_matrices(module, mesh, is_residual_split=is_residual_split)
     param_dtype = torch.bfloat16 if config.precision == "bfloat16" else None
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     is_offloaded = config.section_of(DTensorConfig).cpu_offload
@@ -92,6 +94,17 @@ def shard(
     fully_shard(module, mesh=mesh["shards"], mp_policy=precision, offload_policy=offload)
 
 
+def _split_matrices(module: CausalLogprobs, mesh: DeviceMesh, *, is_residual_split: bool) -> None:
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    split_layers(module, mesh, is_residual_split=is_residual_split)
+    split_vocabulary(module, mesh)
+    if is_residual_split:
+        split_residual(module.model, mesh)
+    for name, parameter in module.named_parameters():  # torch makes weights of norms anew, which train by default
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
 def _shard_experts(experts: nn.Module, mesh: DeviceMesh, **policies: Any) -> None:
     """Shard one rank's experts of a layer over the ranks that copy them; their gradients are summed over all tokens."""
     copies = mesh["edp"]
@@ -106,10 +119,18 @@ def shards_group(layout: RankLayout, device: torch.device) -> dist.ProcessGroup 
     return device_mesh(layout, device).get_group("shards") if layout.num_shards > 1 else None
 
 
-def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace each layer's matrices by this rank's shards of them; `mesh` has the dimension "tp"."""
+def splits_residual(config: PolicyConfig | TeacherConfig, layout: RankLayout) -> bool:
+    """Return whether tensor-parallel ranks each hold a part of the tokens between the layers."""
+    return layout.tensor_parallel_size > 1 and config.section_of(DTensorConfig).sequence_parallel
+
+
+def split_layers(model: nn.Module, mesh: DeviceMesh, *, is_residual_split: bool = False) -> None:
+    """Replace each layer's matrices by this rank's shards of them; `mesh` has the dimension "tp".
+
+    With `is_residual_split` the layers take, and return, DTensors of which each rank has a part of the tokens.
+    """
     for layer in decoder_layers(model):
-        parallelize_module(layer, mesh["tp"], _plan(layer))
+        parallelize_module(layer, mesh["tp"], _plan(layer) | (_residual_plan() if is_residual_split else {}))
 
 
 def split_vocabulary(module: CausalLogprobs, mesh: DeviceMesh) -> None:
@@ -131,6 +152,19 @@ def split_vocabulary(module: CausalLogprobs, mesh: DeviceMesh) -> None:
     if is_tied:
         head.weight = table.weight
     module.vocabulary = VocabularyShard(ranks.get_group(), ranks.get_local_rank() * (num_tokens // ranks.size()))
+
+
+def split_residual(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Let the embedding return, and the last norm take, a part of the tokens; the output layer has all of them."""
+    cut = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1), use_local_output=False)
+    parallelize_module(model.get_input_embeddings(), mesh["tp"], cut)
+    parallelize_module(model.base_model, mesh["tp"], {"norm": SequenceParallel()})
+    model.base_model.norm.register_forward_hook(_gather_tokens)  # type: ignore[operator, union-attr]
+
+
+def _gather_tokens(norm: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
+    """Return all tokens of a DTensor, of which each rank computes the same afterwards."""
+    return output.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
 
 
 def should_compile(model: PreTrainedModel, section: DTensorConfig, device: torch.device) -> bool:
@@ -228,6 +262,20 @@ def _plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     }
     present = dict(layer.named_modules())
     return {name: style for name, style in plan.items() if name in present}
+
+
+def _residual_plan() -> dict[str, ParallelStyle]:
+    """Return the plan of a layer between whose matrices each rank has a part of the tokens [1, n, H]."""
+    return {
+        "input_layernorm": SequenceParallel(),  # weights are replicated, and their gradients summed over the tokens
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        ),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
 
 
 def _num_unsharded(parameter: nn.Parameter) -> int:

@@ -38,6 +38,7 @@ from nemo_rl.policy.fsdp2.backend import (
     TrainedDTensorConfig,
     check_context_parallel,
     check_expert_parallel,
+    check_sequence_parallel,
     check_tensor_parallel,
 )
 from nemo_rl.policy.fsdp2.balance import RouterBalance, freeze_routers, routed_tokens
@@ -244,6 +245,7 @@ def _check_ranks(layout: RankLayout, config: PolicyConfig | TeacherConfig, model
     check_tensor_parallel(layout.tensor_parallel_size, model, key=key)
     check_context_parallel(layout.context_parallel_size, model, tensor=layout.tensor_parallel_size, key=key)
     check_expert_parallel(layout.expert_parallel_size, model, key=key)
+    check_sequence_parallel(config.section_of(DTensorConfig).sequence_parallel, model, key=key)
 
 
 def make_module(
@@ -257,12 +259,15 @@ def make_module(
 ) -> CausalLogprobs:
     """Return the model as a scorer of padded or packed sequences; raises ConfigError if packing would change it."""
     packing, key = config.sequence_packing, f"{section}.sequence_packing"
-    slices, slices_key = layout.context_parallel_size, f"{section}.dtensor_cfg.context_parallel_size"
+    slices, splits_residual = layout.context_parallel_size, sharding.splits_residual(config, layout)
+    context = (f"{section}.dtensor_cfg.context_parallel_size", slices) if slices > 1 else None
+    if splits_residual and context is None:
+        context = (f"{section}.dtensor_cfg.sequence_parallel", True)
     options: dict[str, Any] = {
         "temperature": temperature,
         "chunk_size": resolve_chunk_size(config.logprob_chunk_size, model.config.get_text_config().vocab_size),
         "packing_key": f"{key}.enabled" if packing.enabled else None,
-        "context": (slices_key, slices) if slices > 1 else None,
+        "context": context,
         "probe_device": device,
     }
     if packing.share_prefixes:

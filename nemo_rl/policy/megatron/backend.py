@@ -10,7 +10,7 @@ from nemo_rl.config.kinds import Entry, Section, factory_at
 from nemo_rl.config.layout import ExpertLayout
 from nemo_rl.config.policy import BackendConfig, PolicyConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.fsdp2.backend import check_divides_widths
+from nemo_rl.policy.fsdp2.backend import check_context_parallel, check_divides_widths
 from nemo_rl.policy.megatron.mixtures import MIXTURE_TYPES, REFUSED_MIXTURES, check_mixture, read_mixture
 
 if TYPE_CHECKING:
@@ -79,6 +79,9 @@ class MegatronConfig(BackendConfig):
     backend: str = Field(default="megatron", exclude=True)
     tensor_model_parallel_size: int = Field(default=1, gt=0)  # ranks that share every layer
     pipeline_model_parallel_size: int = Field(default=1, gt=0)  # stages, each with some of the layers
+    # Ranks that each compute a slice of a micro-batch's tokens, and exchange them for heads around attention; the token
+    # limits of micro-batches are those of all slices together.
+    context_parallel_size: int = Field(default=1, gt=0)
     num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
     num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
     pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # dtype between stages; None: the precision
@@ -96,12 +99,16 @@ class MegatronConfig(BackendConfig):
         return self.tensor_model_parallel_size
 
     @property
+    def num_context_parallel_ranks(self) -> int:
+        return self.context_parallel_size
+
+    @property
     def num_pipeline_stages(self) -> int:
         return self.pipeline_model_parallel_size
 
     def experts_on(self, data: int, *, key: str) -> ExpertLayout:
         parallel, tensor = self.expert_model_parallel_size, self.expert_tensor_parallel_size
-        ranks = data * self.tensor_model_parallel_size
+        ranks = data * self.context_parallel_size * self.tensor_model_parallel_size
         if ranks % (parallel * tensor):
             sizes = f"with {key}.expert_tensor_parallel_size = {tensor}, " if tensor > 1 else ""
             problem = f"{sizes}{parallel * tensor} ranks hold a layer's experts; that must divide the {ranks} ranks"
@@ -159,6 +166,7 @@ def check_model(section: MegatronConfig, model: "PreTrainedConfig", *, key: str)
     _check_architecture(model, key)
     _check_experts(section, model, key)
     _check_tensor_parallel(section.tensor_model_parallel_size, model, f"{key}.tensor_model_parallel_size")
+    check_context_parallel(section.context_parallel_size, model, tensor=section.tensor_model_parallel_size, key=key)
     _check_stages(section, model.num_hidden_layers, key)
 
 

@@ -5,6 +5,7 @@ B samples, T tokens, N needed positions, H hidden size.
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,9 +26,11 @@ from transformers import PreTrainedConfig
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.loss_types import RequiredScores, TokenScores
 from nemo_rl.policy.attention import PackedSequences, has_varlen_kernel, varlen_attention
+from nemo_rl.policy.context_parallel import ContextRanks, SlicedSequences, attend_over_slices
 from nemo_rl.policy.logprobs import (
     LOGPROBS_ONLY,
     ScoreQuery,
+    map_scores,
     scatter_scores,
     score_in_chunks,
     score_truncated,
@@ -39,6 +42,7 @@ from nemo_rl.policy.megatron.kernels import Kernels, layer_spec
 from nemo_rl.policy.megatron.mapping import vocab_rows_per_rank
 from nemo_rl.policy.megatron.mixtures import read_mixture
 from nemo_rl.policy.megatron.routing import StageRouting
+from nemo_rl.policy.token_layout import PaddedRows
 from nemo_rl.policy.truncation import WHOLE, VocabularyShard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -124,21 +128,33 @@ class CausalAttention(nn.Module):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: PackedSequences | None,
+        attention_mask: PackedSequences | SlicedSequences | None,
         **_: Any,
     ) -> torch.Tensor:
         """Return [T, B, heads * D] from queries [T, B, heads, D] and keys and values [T, B, groups, D].
 
-        The argument `attention_mask` is a pack or None. Without a pack a causal mask suffices, since padding is on the
-        right.
+        The argument `attention_mask` is a pack, a slice of one, or None. Without a pack a causal mask suffices, since
+        padding is on the right.
         """
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [B, heads, T, D]
         if attention_mask is None:
             return _causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        if has_varlen_kernel(q, v):
-            return varlen_attention(q, k, v, attention_mask).transpose(0, 1).flatten(2)
-        parts = zip(*(states.split(attention_mask.lengths, dim=2) for states in (q, k, v)), strict=True)
-        return torch.cat([_causal(*part) for part in parts], dim=2).permute(2, 0, 1, 3).flatten(2)
+        if isinstance(attention_mask, SlicedSequences):
+            attend = partial(_within_sequences, attention_mask.row)
+            result = attend_over_slices(attend, q, k, v, attention_mask.ranks)
+        else:
+            result = _within_sequences(attention_mask, q, k, v)
+        return result.transpose(0, 1).flatten(2)
+
+
+def _within_sequences(
+    pack: PackedSequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Return causal attention within each sequence: from [1, heads, N, D] to [1, N, heads, D]."""
+    if has_varlen_kernel(query, value):
+        return varlen_attention(query, key, value, pack)
+    parts = zip(*(states.split(pack.lengths, dim=2) for states in (query, key, value)), strict=True)
+    return torch.cat([_causal(*part) for part in parts], dim=2).transpose(1, 2)
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -158,6 +174,7 @@ class Stage(GPTModel):
         temperature: the logits are divided by it.
         chunk_size: positions whose logits exist at once; None: all of them.
         is_packed: the sequences of a call are concatenated into one row.
+        context: the ranks that each compute a slice of that row, which is then made in any case; None: one has all.
         kernels: of the layers.
     """
 
@@ -170,6 +187,7 @@ class Stage(GPTModel):
         temperature: float,
         chunk_size: int | None,
         is_packed: bool,
+        context: ContextRanks | None,
         kernels: Kernels,
     ) -> None:
         super().__init__(
@@ -190,7 +208,8 @@ class Stage(GPTModel):
         self.temperature = temperature
         self.truncation = WHOLE  # the scored distribution's
         self.chunk_size = chunk_size
-        self.is_packed = is_packed
+        self.is_packed = is_packed or context is not None
+        self.context = context
         self.register_buffer("inverse_frequencies", inverse_frequencies.float(), persistent=False)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -206,30 +225,32 @@ class Stage(GPTModel):
 
         Megatron's schedule has already set the input that an earlier stage sent.
         """
-        pack = None
+        pack: PackedSequences | SlicedSequences | None = None
+        width = token_ids.shape[1]
         if self.is_packed:
-            pack = PackedSequences.of(
-                lengths or [token_ids.shape[1]] * len(token_ids), token_ids.shape[1], token_ids.device
-            )
+            pack = PackedSequences.of(lengths or [width] * len(token_ids), width, token_ids.device)
+            pack = pack if self.context is None else SlicedSequences.of(pack, self.context)
         needed = F.pad(needed[:, 1:], (1, 0))
         if self.routing is not None:
             self.routing.begin(needed, columns, pack)
         hidden = self._hidden_states(token_ids, pack)
         if not self.post_process:
             return hidden
-        at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens; at - 1 predicts it
-        score_query = ScoreQuery.at(at, token_ids, wanted, candidate_ids, columns)
-        if pack is not None:
-            at = pack.packed_positions(needed)
-        flat = hidden.transpose(0, 1).flatten(0, 1)
-        hidden = flat.index_select(0, at - 1)
-        return scatter_scores(score_in_chunks(self._score_hidden, hidden, score_query, size=self.chunk_size), needed)
+        at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens
+        share = (PaddedRows(width) if pack is None else pack).share(needed)
+        score_query = ScoreQuery.at(at[share.part], token_ids, wanted, candidate_ids, columns)
+        hidden = hidden.transpose(0, 1).flatten(0, 1).index_select(0, share.predictors)
+        scores = score_in_chunks(self._score_hidden, hidden, score_query, size=self.chunk_size)
+        if (ranks := self.context) is not None:
+            scores = map_scores(lambda values: ranks.gather(values[0], share.sizes), [scores])
+        return scatter_scores(scores, needed)
 
-    def _hidden_states(self, token_ids: torch.Tensor, pack: PackedSequences | None) -> torch.Tensor:
+    def _hidden_states(self, token_ids: torch.Tensor, pack: PackedSequences | SlicedSequences | None) -> torch.Tensor:
         """Return the last hidden states, whole on each tensor-parallel rank: [T, B, H], of a pack [N, 1, H]."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)
         if pack is not None:
-            token_ids, positions = token_ids[pack.is_not_padding].unsqueeze(0), pack.positions.squeeze(0)
+            inputs = pack.model_inputs(token_ids)
+            token_ids, positions = inputs["input_ids"], inputs["position_ids"].squeeze(0)
         return self.decoder(
             hidden_states=self.embedding(input_ids=token_ids, position_ids=None) if self.pre_process else None,
             attention_mask=pack,

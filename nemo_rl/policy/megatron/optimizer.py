@@ -156,7 +156,7 @@ class OptimizerState:
     def whole(self, memory: HostCopies) -> dict[str, Any]:
         """Return the whole state of a stage's weights in `memory` of one of its ranks; the others help to gather it."""
         self._initialize_state()
-        is_writer = parallel.tensor_rank() == 0 and self._layout.data_parallel_rank == 0
+        is_writer = parallel.tensor_rank() == 0 and dist.get_rank(parallel.data_group()) == 0
         state: dict[str, dict[str, torch.Tensor]] = {}
         for kind in self._tensor_state_names():
             for name, tensor in self._weights.own(partial(self._whole_state, kind)):

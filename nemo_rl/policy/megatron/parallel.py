@@ -79,6 +79,8 @@ def _return_self(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 def make_groups(layout: RankLayout, device: torch.device, section: MegatronConfig) -> None:
     """Join the other ranks and make Megatron's process groups; a process has one layout.
 
+    Ranks that share micro-batches are data-parallel ranks to Megatron: it sums their gradients alike.
+
     The ranks of a stage form two meshes: (data x tensor parallel), and for experts (data x expert x tensor parallel)
     with sizes of its own.
 
@@ -94,7 +96,7 @@ def make_groups(layout: RankLayout, device: torch.device, section: MegatronConfi
     sizes = (
         layout.tensor_parallel_size,
         layout.pipeline_parallel_size,
-        layout.data_parallel_size,
+        layout.num_shards,
         section.expert_model_parallel_size,
         section.expert_tensor_parallel_size,
     )
@@ -130,7 +132,7 @@ def pipeline_group() -> dist.ProcessGroup:
 
 
 def data_group() -> dist.ProcessGroup:
-    """Return the group of ranks that hold the same shard of the same stage for other samples."""
+    """Return the group of ranks that hold the same shard of the same stage for other tokens."""
     return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
 
 

@@ -21,6 +21,7 @@ from nemo_rl.config.policy import RouterReplayConfig
 from nemo_rl.distributed.expert_routers import probabilities
 from nemo_rl.errors import PolicyError
 from nemo_rl.policy.attention import PackedSequences
+from nemo_rl.policy.context_parallel import SlicedSequences
 from nemo_rl.policy.expert_routing import RoutingCounts, differs, precede_needed
 from nemo_rl.policy.megatron import parallel
 from nemo_rl.policy.megatron.experts import ExpertRouter, find_routers
@@ -94,7 +95,10 @@ class StageRouting:
             self._add(router, layers.index(router.layer_number - 1))
 
     def begin(
-        self, needed: torch.Tensor, columns: Mapping[str, torch.Tensor] | None, pack: PackedSequences | None
+        self,
+        needed: torch.Tensor,
+        columns: Mapping[str, torch.Tensor] | None,
+        pack: PackedSequences | SlicedSequences | None,
     ) -> None:
         """Set the rows of the next forward pass, from the columns [B, T, ...] of its micro-batch.
 
@@ -117,7 +121,7 @@ class StageRouting:
     def take_metrics(self, layout: RankLayout) -> dict[str, float]:
         """Return the metrics of all passes with gradients since the last call, over all ranks; all ranks call it."""
         own = self._take_counts() if self._passes else None
-        given = [part for part in layout.all_gather_data_parallel(own) if part is not None and part.tokens[0] > 0]
+        given = [part for part in layout.all_gather_shards(own) if part is not None and part.tokens[0] > 0]
         return reduce(add, given).metrics(with_routes=self._config.enabled) if given else {}
 
     def _take_counts(self) -> RoutingCounts:
@@ -161,7 +165,7 @@ class StageRouting:
         if recorded is not None:
             this.is_other.logical_or_(torch.stack([differs(used, recorded), differs(live, recorded)]))
 
-    def _read(self, recorded: torch.Tensor, pack: PackedSequences | None) -> torch.Tensor:
+    def _read(self, recorded: torch.Tensor, pack: PackedSequences | SlicedSequences | None) -> torch.Tensor:
         """Return routes [N, L, k] int64, below 0 where missing."""
         own = self._shape[0], self._topk
         if recorded.shape[2:] != own:
@@ -187,6 +191,6 @@ class StageRouting:
             self._is_observing = was_observing
 
 
-def _lay_out(column: torch.Tensor, pack: PackedSequences | None) -> torch.Tensor:
+def _lay_out(column: torch.Tensor, pack: PackedSequences | SlicedSequences | None) -> torch.Tensor:
     """Return a column [B, T, ...] in Megatron's order, time first: [N, ...]."""
-    return column.transpose(0, 1).flatten(0, 1) if pack is None else column[pack.is_not_padding]
+    return column.transpose(0, 1).flatten(0, 1) if pack is None else pack.lay_out(column)[0]

@@ -20,6 +20,7 @@ from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores, TopK
 from nemo_rl.policy import optimizers, step_report
+from nemo_rl.policy.context_parallel import context_ranks, sliced_tokens
 from nemo_rl.policy.hf_model import (
     ModelTensors,
     empty_model,
@@ -52,7 +53,12 @@ IndexedMicroBatch = tuple[torch.Tensor, TrainingBatch]  # rows of the batch, and
 
 
 def make_stage(
-    model: PreTrainedModel, config: PolicyConfig | TeacherConfig, *, temperature: float, device: torch.device
+    model: PreTrainedModel,
+    config: PolicyConfig | TeacherConfig,
+    *,
+    temperature: float,
+    device: torch.device,
+    layout: RankLayout,
 ) -> Stage:
     """Make a rank's stage without weights, which `stage_weights` loads; it computes in `precision`.
 
@@ -67,6 +73,7 @@ def make_stage(
         temperature=temperature,
         chunk_size=resolve_chunk_size(config.logprob_chunk_size, model.config.get_text_config().vocab_size),
         is_packed=config.sequence_packing.enabled,
+        context=context_ranks(layout),
         kernels=kernels,
     )
     for parameter in stage.parameters():  # torch's norms are made in float32
@@ -94,9 +101,10 @@ def frozen_stage(
     *,
     temperature: float,
     device: torch.device,
+    layout: RankLayout,
 ) -> Stage:
     """Make a stage with this rank's shards of the model's weights, in `precision` and without gradients."""
-    stage = make_stage(model, config, temperature=temperature, device=device).requires_grad_(False)
+    stage = make_stage(model, config, temperature=temperature, device=device, layout=layout).requires_grad_(False)
     stage_weights(stage, model).load(tensors, lambda parameter, shard: parameter.copy_(shard))
     return stage
 
@@ -127,7 +135,7 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         model = empty_model(model_path, config.hf_config_overrides)
         tensors = open_tensors(model_path, model, config.hf_config_overrides)
         self._num_matmul_parameters = matmul_parameters(model)
-        stage = make_stage(model, config, temperature=temperature, device=self.device)
+        stage = make_stage(model, config, temperature=temperature, device=self.device, layout=layout)
         stage.truncation = self.truncation
         self._weights = stage_weights(stage, model)
         self._main = MainWeights(stage, counts_in_norm=self._weights.counts_in_norm)
@@ -135,7 +143,8 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         self._main.copy_to_model()
         self._reference = None
         if needs_reference:
-            self._reference = frozen_stage(model, tensors, config, temperature=temperature, device=self.device)
+            where: dict[str, Any] = {"device": self.device, "layout": layout}
+            self._reference = frozen_stage(model, tensors, config, temperature=temperature, **where)
             self._reference.truncation = self.truncation
         balance = None
         if config.moe.balances:
@@ -237,7 +246,7 @@ def _entered(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]
 def _data_parallel(
     stage: Stage, section: TrainedMegatronConfig, layout: RankLayout, device: torch.device
 ) -> DistributedDataParallel:
-    reduction = section.reduction_on(device.type, layout.data_parallel_size)
+    reduction = section.reduction_on(device.type, layout.num_shards)
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=section.distributed_data_parallel_config.grad_reduce_in_fp32,
         overlap_grad_reduce=reduction.is_overlapped,
@@ -267,7 +276,8 @@ class MegatronTeacherWorker(MegatronScoringWorker[TeacherConfig], TeacherWorker)
         make_groups(self.layout, self.device, backend)
         model = empty_model(model_path, config.hf_config_overrides, section=section)
         tensors = open_tensors(model_path, model, config.hf_config_overrides, section=section)
-        self.module = frozen_stage(model, tensors, config, temperature=temperature, device=self.device)
+        where: dict[str, Any] = {"device": self.device, "layout": self.layout}
+        self.module = frozen_stage(model, tensors, config, temperature=temperature, **where)
         self._model = model
 
     def _part_tensors(self, part: OffloadPart) -> Iterator[torch.Tensor]:
@@ -417,7 +427,10 @@ class MegatronTrainer:
         found = []
         for (rows, part), weight in zip(parts, weights, strict=True):
             lengths, width = part[keys.LENGTHS].tolist(), part[keys.TOKEN_IDS].shape[1]
-            mask = routed_tokens(lengths, width, is_packed=self.module.module.is_packed, is_empty=len(rows) == 0)
+            stage: Stage = self.module.module
+            mask = routed_tokens(lengths, width, is_packed=stage.is_packed, is_empty=len(rows) == 0)
+            if stage.context is not None:
+                mask = sliced_tokens(sum(lengths), stage.context, self.device) & (len(rows) > 0)
             found.append(self.balance.micro_batch(None if mask is None else mask.to(self.device), weight))
         return found
 

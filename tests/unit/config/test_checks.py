@@ -85,6 +85,16 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             [
                 "policy.sequence_packing.enabled=true",
                 "policy.sequence_packing.share_prefixes=true",
+                "policy.dtensor_cfg.sequence_parallel=true",
+                "policy.dtensor_cfg.tensor_parallel_size=2",
+            ],
+            "policy.sequence_packing.share_prefixes",
+            r"sequence_parallel is true: trees of prefixes are not cut into slices; allowed: false",
+        ),
+        (
+            [
+                "policy.sequence_packing.enabled=true",
+                "policy.sequence_packing.share_prefixes=true",
                 "policy.megatron_cfg.enabled=true",
             ],
             "policy.sequence_packing.share_prefixes",

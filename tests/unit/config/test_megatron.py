@@ -93,19 +93,29 @@ def test_nemo_rls_megatron_section_is_accepted_with_its_differences_noted(
     assert section.distributed_data_parallel_config.overlap_grad_reduce
 
 
+def test_ranks_that_share_sequences_are_read_from_nemo_rls_recipes(load: Load) -> None:
+    policy = load(NEMO_RL, "policy.megatron_cfg.context_parallel_size=2").policy
+    assert (policy.context_parallel_size, policy.model_parallel_size) == (2, 8)
+    sizes = ("enabled=true", "context_parallel_size=2", "tensor_parallel_size=2", "sequence_parallel=true")
+    policy = load(
+        NEMO_RL, "policy.megatron_cfg.enabled=false", *(f"++policy.dtensor_cfg.{size}" for size in sizes)
+    ).policy
+    assert (policy.context_parallel_size, policy.model_parallel_size) == (2, 4)
+    assert policy.parallelism.splits_residual
+
+
 def test_a_layout_that_does_not_change_results_is_noted(load: Load, caplog: pytest.LogCaptureFixture) -> None:
     load(NEMO_RL, "policy.megatron_cfg.sequence_parallel=true")
     assert caplog.messages[-1] == (
         "switches of speed, memory or layout without effect here: policy.megatron_cfg.sequence_parallel = true "
         "(tensor-parallel ranks hold all tokens between the layers; policy.<backend>.activation_checkpointing and "
-        "policy.dtensor_cfg.context_parallel_size lower their memory)"
+        "policy.<backend>.context_parallel_size lower their memory)"
     )
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("context_parallel_size=2", r"context_parallel_size = 2: .*FSDP2 cuts them: policy\.dtensor_cfg\."),
         ("peft.enabled=true", r"peft\.enabled = True: not available: Megatron trains all weights"),
         ("fp8_cfg.enabled=true", r"fp8_cfg\.enabled = True"),
         ("optimizer.fp16=true", r"optimizer\.fp16 = True"),

@@ -13,6 +13,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -20,7 +21,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.policy.attention import PackedSequences
 from nemo_rl.policy.context_parallel import ContextRanks, SlicedSequences, sliced_tokens
 from nemo_rl.policy.context_parallel import check_context_parallel as probe
-from nemo_rl.policy.fsdp2.backend import check_context_parallel
+from nemo_rl.policy.fsdp2.backend import DTensorConfig, check_context_parallel, check_sequence_parallel
 from nemo_rl.policy.logprobs import CausalLogprobs
 from tests.unit.policy.tiny import MODELS, SIZES
 
@@ -78,6 +79,24 @@ def test_models_that_cannot_be_cut_are_refused_by_name(config: Any, size: int, t
     with pytest.raises(ConfigError, match=said):
         check_context_parallel(size, config, tensor=tensor)
     check_context_parallel(1, config, tensor=tensor)
+
+
+def test_sequence_parallelism_has_plans_of_dense_models() -> None:
+    with pytest.raises(
+        ConfigError, match=r"sequence_parallel = True: no plan for models of type 'qwen3_moe'; .*qwen3;"
+    ):
+        check_sequence_parallel(True, Qwen3MoeConfig())
+    check_sequence_parallel(True, Qwen3Config())
+    check_sequence_parallel(False, Qwen3MoeConfig())
+    assert not DTensorConfig(sequence_parallel=True).splits_residual  # one rank has all tokens
+    assert DTensorConfig(sequence_parallel=True, tensor_parallel_size=2).splits_residual
+
+
+def test_a_slice_has_a_part_for_each_tensor_parallel_rank() -> None:
+    ranks = ContextRanks(NO_GROUP, 1, 2, parts=4)
+    row = SlicedSequences.of(PackedSequences.of((5, 4), 5, CPU), ranks)
+    assert (row.size, row.row.lengths) == (8, (5, 4, 7))
+    assert sliced_tokens(9, ranks, CPU).tolist() == [True] + [False] * 7
 
 
 @pytest.mark.parametrize("name", MODELS)
