@@ -455,6 +455,11 @@ class TextOnlyChatEncoder(ChatEncoder):
         return None
 
     @property
+    def images(self) -> None:
+        """Return None: the server encodes them."""
+        return None
+
+    @property
     def vocab_size(self) -> int:
         return 0
 

@@ -83,12 +83,12 @@ def check_vision(policy: PolicyConfig, model: PreTrainedConfig) -> None:
         raise ConfigError("policy.model_name", policy.model_name, f"{kind}; allowed: policy.backend fsdp2")
 
 
-def check_image_rows(config: RolloutRunConfig, policy: ResolvedModel) -> None:
+def check_image_rows(config: RolloutRunConfig, encoder: ChatEncoder) -> None:
     """Raise ConfigError for rows with images and a policy that reads text."""
     for key, own in config.data.datasets:
         section = resolve_dataset(own, config.data.default, key=key)[1].images
-        if section is not None and policy.encoder.images is None:
-            problem = f"{policy.key}.model_name reads text; allowed: null, or a model of type"
+        if section is not None and encoder.images is None and not encoder.is_rendered_by_server:
+            problem = "policy.model_name reads text; allowed: null, or a model of type"
             kinds = ", ".join(VISION_MODEL_TYPES)
             raise ConfigError(f"{key}.images", section.model_dump(exclude_unset=True), f"{problem} {kinds}")
 

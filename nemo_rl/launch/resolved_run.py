@@ -87,7 +87,7 @@ async def resolve_on(config: TrainingRunConfig, layout: Layout) -> ResolvedRun:
     check_optimizer(config.policy)
     train, validation = load_prompts(config)  # before the model: making the quickstart's takes half a minute
     policy = await resolve_policy(config.policy)
-    check_image_rows(config, policy)
+    check_image_rows(config, policy.encoder)
     check_stop_tokens(config, policy.vocab_size)
     _warn_of_short_limits(config, policy)
     config, layout = _fit_engine_to_model(config, layout, policy)

@@ -15,15 +15,17 @@ from nemo_rl.data.chat import ChatEncoder, TextOnlyChatEncoder
 from nemo_rl.data.prompt_screen import LengthLimit, find_overlong, refuse_overlong
 from nemo_rl.data.prompt_sets import InputSet, PromptSet, load_input
 from nemo_rl.data.tokenizer import load_tokenizer
+from nemo_rl.data.vision import ImageEncoder
 from nemo_rl.distributed.devices import Device, choose_device
 from nemo_rl.distributed.endpoint import Endpoint, EndpointError
+from nemo_rl.distributed.vision_towers import sees
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.generation.served import CHAT, COMPLETIONS, Api, ServedGeneration
 from nemo_rl.interfaces import Generation
 from nemo_rl.launch.memory_plan import sampling_memory_plan
 from nemo_rl.launch.models import resolve_model
-from nemo_rl.launch.resolved_model import check_context_length
+from nemo_rl.launch.resolved_model import check_context_length, check_image_rows
 from nemo_rl.launch.resolved_run import GPU_KEYS, check_tasks
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.types import Message
@@ -182,6 +184,7 @@ async def load_collection_inputs(config: SampledRunConfig, stack: AsyncExitStack
         trusted = config.server.trust_remote_code
         check_context_length(config.policy, load_config(model_path, {}, trust_remote_code=trusted))
     assert encoder is not None  # needed to probe a server for token ids
+    check_image_rows(config, encoder)
     inputs = _screen_lengths(config, CollectionInputs(input_set, encoder, model_path, served))
     if inputs.overlong is not None:
         logger.warning("input: %s", inputs.overlong.describe())
@@ -233,6 +236,7 @@ async def open_engine(config: SampledRunConfig, inputs: CollectionInputs, stack:
         config.policy.max_total_sequence_length,
         device,
         config.server.trust_remote_code,
+        vision_type=_vision_type(config, inputs.model_path),
     )
     generation = await make_generation(config.engine, model, start_timeout_s=start_limit_s(inputs.model_path))
     stack.push_async_callback(generation.close)
@@ -245,6 +249,14 @@ async def _resolve_model_path(config: SampledRunConfig) -> str:
     return name if config.server.address is not None and config.server.api == "chat" else await resolve_model(name)
 
 
+def _vision_type(config: SampledRunConfig, model_path: str) -> str | None:
+    """Return the type of a model that sees, if the run starts an engine for it."""
+    if config.server.address is not None:
+        return None
+    model = load_config(model_path, {}, trust_remote_code=config.server.trust_remote_code)
+    return model.model_type if sees(model) else None
+
+
 def _make_encoder(config: SampledRunConfig, model_path: str) -> ChatEncoder | None:
     """Return the encoder; None if messages are all that a server can be sent."""
     if config.server.api == "chat":
@@ -253,8 +265,11 @@ def _make_encoder(config: SampledRunConfig, model_path: str) -> ChatEncoder | No
         tokenizer = load_tokenizer(
             config.policy.tokenizer, model_path, trust_remote_code=config.server.trust_remote_code
         )
-        encoder = ChatEncoder(tokenizer, chat_template_kwargs=config.policy.tokenizer.chat_template_kwargs)
+        images = ImageEncoder.load(model_path) if _vision_type(config, model_path) is not None else None
+        kwargs = config.policy.tokenizer.chat_template_kwargs
+        encoder = ChatEncoder(tokenizer, chat_template_kwargs=kwargs, images=images)
         encoder.check()
+        encoder.check_images()
     except ConfigError as error:
         if config.server.address is None or config.server.api == "completions":
             raise
