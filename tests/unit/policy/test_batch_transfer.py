@@ -5,8 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
+from nemo_rl import batch as keys
 from nemo_rl.errors import PolicyError
+from nemo_rl.image_features import ImageFeatures, PlacedImage
 from nemo_rl.policy.batch_transfer import ScoredRows, SentBatch, bytes_of_step, collect_rows, merge_rows
 from nemo_rl.policy.driver import TeacherWorkerGroup
 from tests.unit.policy.tiny import make_batch
@@ -92,3 +95,15 @@ def test_object_store_holds_a_batch_and_the_scores_it_was_made_of() -> None:
     assert bytes_of_step(512, 2048) == 2 * 512 * 2048 * 40
     assert bytes_of_step(512, 2048, topk=64) == 1_157_627_904
     assert bytes_of_step(512, 2048, set_size=20) == 2 * 512 * 2048 * 120
+
+
+def test_a_batch_with_images_travels_with_each_image_once() -> None:
+    features = ImageFeatures("a" * 64, {"pixel_values": np.ones((1, 3, 100, 100), np.float32)}, 2)
+    batch = TensorDict({keys.TOKEN_IDS: torch.arange(20).reshape(4, 5)}, batch_size=[4])
+    keys.add_images(batch, [(PlacedImage(features, (1, 2)),)] * 3 + [()])
+    sent = pickle.dumps(SentBatch(batch))
+    assert len(sent) < 2 * features.num_bytes  # three samples share it
+    received = pickle.loads(sent)
+    assert received[keys.IMAGES].images == (features,)
+    assert received[torch.tensor([0, 3])][keys.IMAGE_ROWS].tolist() == [[-1, 0, 1, -1, -1], [-1] * 5]
+    np.testing.assert_array_equal(received[keys.IMAGES].images[0].arrays["pixel_values"], 1)
