@@ -49,6 +49,7 @@ VERBS: dict[str, Verb] = {
     "compare": Verb("nemo_rl.viewer.compare_command", "COMPARE", "compare runs or collections with the first of them"),
     "check": Verb("nemo_rl.viewer.check_command", "CHECK", "find problems of a run; recompute a step"),
     "trace": Verb("nemo_rl.trace.trace_command", "TRACE", "where the time of a run went, and which key moves it"),
+    "plan": Verb("nemo_rl.trace.plan_command", "PLAN", "what a traced run would take with other values of its keys"),
     "merge": Verb("nemo_rl.collect.merge_command", "MERGE", "merge the shards of a collection"),
     "profile": Verb("nemo_rl.collect.profile_command", "PROFILE", "statistics of a collection, pass@k, a curriculum"),
     "run": Verb("nemo_rl.jobs.supervisor", "RUN", "run a training command; restart it when it dies or hangs"),

@@ -116,9 +116,8 @@ class Span(SpanContext):
         self.end()
 
     def end(self, **attributes: AttributeValue) -> None:
-        """End the span; `attributes` are added to its own."""
-        self.attributes.update(attributes)
-        self._tracer.end(self, self._stack)
+        """End the span, with `attributes` beside its own; does nothing if it has ended."""
+        self._tracer.end(self, self._stack, attributes)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -248,7 +247,7 @@ class Tracer:
             track.num_lanes += 1
             return track.num_lanes - 1, [span]
 
-    def end(self, span: Span, stack: list[Span]) -> None:
+    def end(self, span: Span, stack: list[Span], attributes: Mapping[str, AttributeValue]) -> None:
         """Record a span and give its lane back."""
         end_ns = self.clock_ns()
         with self._lock:
@@ -257,6 +256,7 @@ class Tracer:
             stack.remove(span)
             if not stack:
                 heapq.heappush(self._tracks[span.track].free, span.lane)
+        span.attributes.update(attributes)
         parent_id = 0 if span.parent is None else span.parent.span_id
         self.add(
             SpanRecord(

@@ -1,6 +1,7 @@
 """Least busy first: which of several equal servers, engines or actors takes the next work. Pure bookkeeping."""
 
 import contextlib
+import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
@@ -24,6 +25,8 @@ class LoadBalancer(Generic[MemberT]):
         self._max_sessions = max_sessions
         self._sessions: OrderedDict[str, MemberT] = OrderedDict()
         self._num_sessions: Counter[MemberT] = Counter()
+        self._heap: list[tuple[int, int, int, MemberT]] = []  # busyness of members, the present one and former ones
+        self._sort()
 
     @property
     def members(self) -> tuple[MemberT, ...]:
@@ -44,13 +47,14 @@ class LoadBalancer(Generic[MemberT]):
             raise LookupError("no member is left")
         member = None if session_id is None else self._sessions.pop(session_id, None)
         if member is None:
-            member = min(self._load, key=lambda one: (one in avoid, *self._busyness(one)))
+            member = self._least_busy(avoid)
             self._num_sessions[member] += session_id is not None
         if session_id is not None:
             self._sessions[session_id] = member
             if len(self._sessions) > self._max_sessions:
-                self._num_sessions[self._sessions.popitem(last=False)[1]] -= 1
+                self._end_session(self._sessions.popitem(last=False)[1])
         self._load[member] += work
+        self._file(member)
         return member
 
     def release(self, member: MemberT, *, work: int = 1) -> None:
@@ -58,6 +62,7 @@ class LoadBalancer(Generic[MemberT]):
         loads = self._load if member in self._load else self._left
         if member in loads:
             loads[member] -= work
+            self._file(member)
 
     def work_of(self, member: MemberT) -> int:
         """Return the work that `member` has in hand, even if it was removed."""
@@ -76,13 +81,14 @@ class LoadBalancer(Generic[MemberT]):
         """Let the session's next work go to the least busy member."""
         member = self._sessions.pop(session_id, None)
         if member is not None:
-            self._num_sessions[member] -= 1
+            self._end_session(member)
 
     def add(self, member: MemberT) -> None:
         """Give work to `member` from here on; one that was removed gets its old position, and the work that it still
         has in hand counts."""
         self._load[member] = self._left.pop(member, 0)
         self._order.setdefault(member, len(self._order))
+        self._file(member)
 
     def remove(self, member: MemberT) -> None:
         """Give `member` no more work; its sessions move with their next work."""
@@ -90,6 +96,38 @@ class LoadBalancer(Generic[MemberT]):
         self._num_sessions.pop(member, None)
         for session_id in [session for session, holder in self._sessions.items() if holder == member]:
             del self._sessions[session_id]
+
+    def _end_session(self, member: MemberT) -> None:
+        self._num_sessions[member] -= 1
+        self._file(member)
+
+    def _least_busy(self, avoid: Collection[MemberT]) -> MemberT:
+        """Return the least busy member outside of `avoid`, else the least busy one."""
+        avoided = []
+        while self._heap:
+            *busyness, member = entry = heapq.heappop(self._heap)
+            if member not in self._load or tuple(busyness) != self._busyness(member):
+                continue  # it was as busy once
+            if member not in avoid:
+                break
+            avoided.append(entry)
+        else:
+            member = avoided[0][-1]
+        for entry in avoided:
+            heapq.heappush(self._heap, entry)
+        return member
+
+    def _file(self, member: MemberT) -> None:
+        """Put the member's present busyness into the heap, beside its former ones."""
+        if member not in self._load:
+            return
+        heapq.heappush(self._heap, (*self._busyness(member), member))
+        if len(self._heap) > 4 * len(self._load) + 64:
+            self._sort()
+
+    def _sort(self) -> None:
+        self._heap = [(*self._busyness(member), member) for member in self._load]
+        heapq.heapify(self._heap)
 
     def _busyness(self, member: MemberT) -> tuple[int, int, int]:
         return self._load[member], self._num_sessions[member], self._order[member]

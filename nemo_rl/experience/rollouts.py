@@ -138,20 +138,24 @@ class _SchedulerRun:
         )
         self._retries = RetryPolicy(limits.max_retries, limits.retry_backoff_s)
         self._scoring_tasks: list[asyncio.Task[Trajectory]] = []
+        self._spans: list[AnySpan] = []  # of all rollouts
         self._prompts: dict[int, EncodedPrompt | Failure] = {}  # keys: id() of prompts, which the jobs keep alive
 
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Return the result of `work` under the watchdog; however it ends, pending scores are cancelled."""
+        """Return the result of `work` under the watchdog; however it ends, pending scores and open spans end too."""
         try:
             return await self.watchdog.guard(work)
         finally:
             await cancel_all(self._scoring_tasks)
+            for span in self._spans:
+                span.end(stop_reason="cancelled")
 
     def start(self, job: RolloutJob) -> _Rollout:
         prompt = self._prompts.get(id(job.prompt))
         if prompt is None:
             prompt = self._prompts[id(job.prompt)] = encode_prompt(job.prompt, self._dependencies.encoder)
         rollout = _Rollout(Episode(job, prompt, self._dependencies.encoder, self._rules))
+        self._spans.append(rollout.span)
         self._end([rollout])
         return rollout
 

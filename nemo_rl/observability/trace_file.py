@@ -7,16 +7,22 @@ its last write.
 
 import gzip
 import json
+import mmap
 import os
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nemo_rl.durable_files import append_whole
 from nemo_rl.tracing import CounterRecord, SpanRecord, TraceRecord
 
 TRACE_FILE = "trace.json.gz"
+GZIP_HEADER = b"\x1f\x8b\x08"  # of a member, and its method of compression (RFC 1952, section 2.3)
+CHUNK = 1 << 16  # bytes that are decompressed at once
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+START = "start"  # name of the event with which each process that writes the file begins
 MAX_TRACKS = 100  # of a process: ids that its tracks have as processes of the format; a resumed run has others
 
 
@@ -27,8 +33,7 @@ class TraceFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._process_ids: dict[str, int] = {}  # by track
         self._named_lanes: set[tuple[str, int]] = set()
-        if os.fstat(self._file).st_size == 0:
-            self._append("[\n")
+        self._append(("" if os.fstat(self._file).st_size else "[\n") + _line("M", START, os.getpid(), args={}))
 
     def write(self, records: Sequence[TraceRecord]) -> None:
         """Append the records as events; raises OSError if the disk takes only a part, and leaves the file as it was."""
@@ -70,27 +75,36 @@ def _line(kind: str, name: str, pid: int, **fields: Any) -> str:
     return _ENCODE({"ph": kind, "name": name, "pid": pid, **fields}) + ",\n"
 
 
-def read_trace(path: Path) -> Iterator[TraceRecord]:
-    """Yield the records of a trace in the order in which they ended; one cut short ends with its last whole write.
+def read_trace(path: Path) -> Iterator[list[TraceRecord]]:
+    """Yield the records of each start of the run, in the order in which they ended; clocks of two starts may differ.
 
-    Raises ValueError for a line that is no event of this format, with its number.
+    A write that was cut short is left out. Raises ValueError for a line that is no event of this format.
     """
     tracks: dict[int, str] = {}
-    for number, line in enumerate(_read_lines(path), 1):
+    records: list[TraceRecord] = []
+    for line in _read_lines(path):
         text = line.strip().rstrip(",")
         if text in ("[", "]", ""):
             continue
         try:
             event = json.loads(text)
-            if event["ph"] == "M":
+            if event["ph"] == "M" and event["name"] == START:
+                if records:
+                    yield records
+                records, tracks = [], {}
+            elif event["ph"] == "M":
                 if event["name"] == "process_name":
                     tracks[event["pid"]] = str(event["args"]["name"])
             elif event["ph"] == "C":
-                yield CounterRecord(str(event["name"]), round(event["ts"] * 1000), float(event["args"]["value"]))
+                records.append(
+                    CounterRecord(str(event["name"]), round(event["ts"] * 1000), float(event["args"]["value"]))
+                )
             else:
-                yield _to_span(event, tracks)
+                records.append(_to_span(event, tracks))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: not an event of a trace of this project: {text:.80}") from error
+            raise ValueError(f"{path}: not an event of a trace of this project: {text:.80}") from error
+    if records:
+        yield records
 
 
 def _to_span(event: dict[str, Any], tracks: dict[int, str]) -> SpanRecord:
@@ -103,8 +117,35 @@ def _to_span(event: dict[str, Any], tracks: dict[int, str]) -> SpanRecord:
 
 
 def _read_lines(path: Path) -> Iterator[str]:
-    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
-        try:
-            yield from file
-        except (EOFError, gzip.BadGzipFile):  # the last write was cut short
-            return
+    """Yield the lines of all whole members; after one that was cut short goes on with the next."""
+    with path.open("rb") as file, _mapped(file) as data:
+        at = 0
+        while at < len(data):
+            text, end = _read_member(data, at)
+            if text is None:
+                at = data.find(GZIP_HEADER, at + 1)
+                if at < 0:
+                    return
+            else:
+                yield from text.decode(errors="replace").splitlines()
+                at = end
+
+
+def _mapped(file: BinaryIO) -> AbstractContextManager[Any]:
+    """Return the file's bytes; an empty file cannot be mapped."""
+    if os.fstat(file.fileno()).st_size == 0:
+        return nullcontext(b"")
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _read_member(data: Any, start: int) -> tuple[bytes | None, int]:
+    """Return the text of the gzip member that begins there and the place after it; None if it is not whole."""
+    decompressor = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    parts, at = [], start
+    try:
+        while not decompressor.eof and at < len(data):
+            parts.append(decompressor.decompress(data[at : at + CHUNK]))
+            at = min(at + CHUNK, len(data))
+    except zlib.error:
+        return None, start
+    return (b"".join(parts), at - len(decompressor.unused_data)) if decompressor.eof else (None, start)

@@ -69,14 +69,18 @@ class Timeline:
 
     @classmethod
     def read(cls, run_dir: Path) -> "Timeline":
-        """Read a run's trace; raises ConfigError without one, and for a file that is none."""
+        """Read the last start of a run that has a whole step, else its last; raises ConfigError without a trace."""
         path = run_dir / TRACE_FILE
         if not path.is_file():
             raise ConfigError("RUN", str(run_dir), f"has no {TRACE_FILE}; start it with logger.trace.enabled=true")
         try:
-            return cls.of_spans(record for record in read_trace(path) if isinstance(record, SpanRecord))
+            starts = [
+                cls.of_spans(each for each in records if isinstance(each, SpanRecord)) for records in read_trace(path)
+            ]
         except (ValueError, OSError) as error:
             raise ConfigError("RUN", str(run_dir), str(error)) from error
+        whole = [start for start in starts if start.steps]
+        return (whole or starts or [cls.of_spans([])])[-1]
 
     @classmethod
     def of_spans(cls, spans: Iterable[SpanRecord]) -> "Timeline":

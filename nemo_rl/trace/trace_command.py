@@ -29,7 +29,7 @@ def _trace(parsed: argparse.Namespace) -> ExitCode:
     bubbles = count_bubbles(timeline)
     if bubbles is None:
         raise ConfigError("RUN", str(parsed.run), "its trace has no whole training step")
-    advice = advise(bubbles, timeline, _read_config(parsed.run))
+    advice = advise(bubbles, timeline, read_run_config(parsed.run))
     if parsed.json:
         sys.stdout.write(json.dumps({"bubbles": asdict(bubbles), "advice": [asdict(a) for a in advice]}) + "\n")
     else:
@@ -38,7 +38,7 @@ def _trace(parsed: argparse.Namespace) -> ExitCode:
     return ExitCode.DONE
 
 
-def _read_config(run_dir: Path) -> dict[str, Any]:
+def read_run_config(run_dir: Path) -> dict[str, Any]:
     """Return the run's configuration; empty if it is gone."""
     try:
         config = yaml.safe_load((run_dir / CONFIG_FILE).read_text())

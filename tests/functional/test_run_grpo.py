@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.cli import run as run_command
 from nemo_rl.metric_names import find_undocumented, ranking_metrics
+from nemo_rl.trace.bubbles import count_bubbles
 from nemo_rl.trace.timeline import Timeline
 from tests.functional.cli import Run, run_grpo
 
@@ -74,6 +76,18 @@ def test_the_trace_accounts_for_the_time_of_each_step_and_agrees_with_the_timers
     waits = [phase for step in timeline.steps for phase in step.phases["generation"]]
     trained = [r for r in timeline.rollouts if any(start <= r.start_ns <= end for start, end in waits)]
     assert len(trained) == 3 * 4 * 8
+
+
+def test_the_plan_of_what_ran_takes_as_long_as_it_did(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.directory is not None
+    sweep = ["--sweep", "grpo.num_prompts_per_step=8", "--sweep", "policy.generation.vllm_cfg.max_num_seqs=4"]
+    assert run_command(["plan", str(run.directory), *sweep, "--json"]) == 0
+    as_it_ran, other = json.loads(capsys.readouterr().out)
+    traced = count_bubbles(Timeline.read(run.directory))
+    assert traced is not None
+    assert as_it_ran["bubbles"]["step_s"] == pytest.approx(traced.step_s, rel=0.3)
+    assert other["keys"] == {"grpo.num_prompts_per_step": 8, "policy.generation.vllm_cfg.max_num_seqs": 4}
+    assert other["bubbles"]["step_s"] > as_it_ran["bubbles"]["step_s"]
 
 
 def test_every_logged_metric_is_documented(run: Run) -> None:

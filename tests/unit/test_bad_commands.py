@@ -149,6 +149,17 @@ LINES: dict[str, Lines] = {
         ("run", "has no trace.json.gz; start it with logger.trace.enabled=true"),
         ("run --jsom", "--jsom"),
     ],
+    "plan": [
+        *OF_A_DIRECTORY,
+        ("run", "has no trace.json.gz; start it with logger.trace.enabled=true"),
+        ("run --steps 1", "must be from 2 to 10000"),
+        ("run --steps x", "invalid int value"),
+        ("run --sweep grpo.num_prompts_per_stop=4", "did you mean grpo.num_prompts_per_step"),
+        ("run --sweep grpo.num_prompts_per_step=0", "must be a whole number from 1"),
+        ("run --sweep grpo.num_prompts_per_step=99999999999", "must be a whole number from 1"),
+        ("run --sweep grpo.num_prompts_per_step=4,", "must be a whole number from 1"),
+        ("run --sweep grpo.async_grpo.enabled=1", "must be true or false"),
+    ],
     "merge": [
         *OF_A_DIRECTORY,
         ("run", "holds no rollouts"),

@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_rl.distributed.load_balancer import LoadBalancer
 
@@ -83,3 +85,26 @@ def test_member_that_comes_back_has_its_old_position():
     balancer.remove(0)
     balancer.add(0)
     assert balancer.acquire() == 0
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from("adfrs"), st.integers(0, 4), st.integers(0, 5)), max_size=60))
+def test_the_member_taken_is_always_the_least_busy(events: list[tuple[str, int, int]]) -> None:
+    """Against a search through all of them: acquire, forget, release, remove and add in any order."""
+    balancer = LoadBalancer(range(3))
+    for event, member, session in events:
+        if event == "a":
+            expected = min(balancer.members, key=balancer._busyness, default=None)
+            try:
+                taken = balancer.acquire(avoid=())
+            except LookupError:
+                taken = None
+            assert taken == expected
+        elif event == "s" and balancer.members:
+            balancer.acquire(f"s{session}")
+        elif event == "f":
+            balancer.forget(f"s{session}")
+        elif event == "r" and balancer.work_of(member):
+            balancer.release(member)
+        elif event == "d":
+            (balancer.remove if member in balancer.members else balancer.add)(member)

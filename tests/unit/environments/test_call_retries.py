@@ -12,8 +12,8 @@ from nemo_rl.config.environment import BatchingConfig, CallRetriesConfig
 from nemo_rl.environments.boundary import CheckedEnvironment
 from nemo_rl.environments.registry import FunctionEnvironment
 from nemo_rl.errors import EnvironmentContractError
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message
-from tests.fakes.virtual_time import run_in_virtual_time
 
 RETRIES = CallRetriesConfig(max_retries=2, backoff_s=1.0)
 

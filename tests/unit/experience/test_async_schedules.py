@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from nemo_rl.config.shared_sections import RolloutConfig
 from nemo_rl.experience.filtered_source import FilteredSource
 from nemo_rl.experience.replay_buffer_state import REPLAY_BUFFER, buffer_state_to_dict
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import EnvStep, Failure, FailureClass, TrajectoryGroup
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration
-from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.async_setup import async_source, engine
 
 

@@ -17,11 +17,11 @@ from nemo_rl.experience.async_source import AsyncSource
 from nemo_rl.experience.filtered_source import FilteredSource
 from nemo_rl.experience.rollout_writer import RolloutWriter
 from nemo_rl.experience.sync_source import SyncSource
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import CollectedGroups, EnvStep, Failure, FailureClass, Prompt, Timings, TrajectoryGroup
 from tests.fakes.encoder import FakeEncoder
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration
-from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.async_setup import LIMITS, STALL_S, async_source, engine, names, places_asked, step
 from tests.unit.experience.rollout_setup import OPTIONS, dependencies, prompt
 

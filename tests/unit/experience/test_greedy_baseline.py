@@ -25,10 +25,10 @@ from nemo_rl.experience.replay_buffer import ReplayBufferState
 from nemo_rl.experience.replay_buffer_state import buffer_state_from_dict, buffer_state_to_dict
 from nemo_rl.experience.rollout_writer import RolloutWriter
 from nemo_rl.experience.sync_source import SyncSource
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import CollectedGroups, EnvStep, Failure, FailureClass, StopReason, Trajectory, TrajectoryGroup
 from tests.fakes.environments import FakeEnvironment, reward_by_length
 from tests.fakes.generation import FakeGeneration
-from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.async_setup import LIMITS, engine, names, step
 from tests.unit.experience.rollout_setup import OPTIONS, SAMPLING, dependencies, prompt
 

@@ -13,6 +13,7 @@ from nemo_rl.data.prompt_loader import LoadedPrompt, PromptLoader
 from nemo_rl.errors import RolloutError
 from nemo_rl.experience.oversampling import FirstComplete, collect_first, num_begun
 from nemo_rl.experience.sync_source import SyncSource
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import (
     CollectedGroups,
     EnvStep,
@@ -25,7 +26,6 @@ from nemo_rl.types import (
 )
 from tests.fakes.environments import FakeEnvironment, draws_of
 from tests.fakes.generation import FakeGeneration, sample
-from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.rollout_setup import OPTIONS, VOCAB_SIZE, dependencies, prompt
 
 GROUP = 2

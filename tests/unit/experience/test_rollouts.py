@@ -19,6 +19,7 @@ from nemo_rl.experience.rollouts import (
     run_multi_turn_rollout_async_generation,
 )
 from nemo_rl.experience.supervision import StallWatchdog
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import (
     Completion,
     EnvStep,
@@ -35,7 +36,6 @@ from tests.fakes.chat_tokenizer import chat_tokenizer
 from tests.fakes.encoder import END, FakeEncoder
 from tests.fakes.environments import FakeEnvironment, episodic, hang, never_done, reward_by_length
 from tests.fakes.generation import FakeGeneration, draws_of
-from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.rollout_setup import LIMITS, OPTIONS, SAMPLING, VOCAB_SIZE, dependencies, jobs
 
 SCHEDULERS = (run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation, run_multi_turn_rollout)

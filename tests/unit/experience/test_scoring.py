@@ -15,11 +15,11 @@ from nemo_rl.experience.rollouts import (
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
 from nemo_rl.experience.supervision import StallWatchdog
 from nemo_rl.interfaces import Scorer
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import Failure, FailureClass, GenerationRequest, ResponseFault, ScoreRequest, Trajectory
 from tests.fakes.environments import FakeEnvironment, reward_by_length
 from tests.fakes.generation import FakeGeneration
 from tests.fakes.scorers import FakeScorer
-from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.rollout_setup import LIMITS, OPTIONS, VOCAB_SIZE, dependencies, jobs
 
 SCHEDULERS = (run_async_multi_turn_rollout, run_multi_turn_rollout_async_generation, run_multi_turn_rollout)

@@ -18,11 +18,11 @@ from nemo_rl.experience.rollouts import run_async_multi_turn_rollout, run_multi_
 from nemo_rl.experience.scoring import Scoring, WeightedScorer
 from nemo_rl.experience.supervision import StallWatchdog, Supervision
 from nemo_rl.interfaces import Environment
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import Failure, FailureClass, Prompt, StopReason, Trajectory
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration
 from tests.fakes.scorers import FakeScorer
-from tests.fakes.virtual_time import run_in_virtual_time
 from tests.unit.experience.rollout_setup import LIMITS, OPTIONS, VOCAB_SIZE, dependencies, jobs
 
 

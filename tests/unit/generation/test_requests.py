@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl.generation.requests import answer_by_deadline, as_completed, generate_by_deadline
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 from tests.fakes.generation import FakeGeneration
-from tests.fakes.virtual_time import run_in_virtual_time
 
 
 def request(name: str) -> GenerationRequest:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from nemo_rl.errors import GenerationError, WeightSyncError
 from nemo_rl.generation.router import MAX_DEATHS, ReplicatedGeneration
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams
 from nemo_rl.weight_manifests import WeightManifest, Weights
 from nemo_rl.weight_sync.transports import engine_replicas
 from tests.fakes.generation import FakeGeneration, sample
-from tests.fakes.virtual_time import run_in_virtual_time
 
 MANIFEST = WeightManifest("", ())
 DEADLINE_S = 120.0

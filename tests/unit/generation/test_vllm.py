@@ -15,10 +15,10 @@ from nemo_rl.generation.vllm import engine
 from nemo_rl.generation.vllm.engine import VllmGeneration, to_completion
 from nemo_rl.generation.vllm.entry import VllmGenerationConfig
 from nemo_rl.generation.vllm.process_environment import importing_vllm
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import Completion, FailedRequest, SamplingParams, WeightSpan
 from nemo_rl.weight_manifests import DeviceWeights, WeightManifest
 from tests.contracts.engines import answers, request
-from tests.fakes.virtual_time import run_in_virtual_time
 
 
 def output(*, finish_reason: str, spans: Any = None) -> Any:

@@ -16,13 +16,14 @@ from nemo_rl.experience.sync_source import SyncSource
 from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.trace.bubbles import Bubbles, count_bubbles
 from nemo_rl.trace.timeline import Timeline
+from nemo_rl.trace.virtual_time import VirtualTimeLoop
 from nemo_rl.tracing import SpanRecord, Tracer, TraceRecord, span
+from nemo_rl.types import GenerationRequest
 from tests.fakes.environments import FakeEnvironment
-from tests.fakes.generation import FakeGeneration
+from tests.fakes.generation import FakeGeneration, sample
 from tests.fakes.scorers import FakeScorer
-from tests.fakes.virtual_time import VirtualTimeLoop
 from tests.unit.experience.async_setup import LIMITS, engine
-from tests.unit.experience.rollout_setup import OPTIONS, dependencies, prompt
+from tests.unit.experience.rollout_setup import OPTIONS, VOCAB_SIZE, dependencies, prompt
 
 GROUPS, GROUP = 4, 4  # of a step
 
@@ -32,6 +33,7 @@ class Simulated:
     """What a run is like, in seconds; `train_parts` are the micro-batches of a step as numbers of tokens."""
 
     generation_s: Callable[[int, int], float] = lambda place, index: 1.0
+    token_s: float = 0.0  # of each sampled token, in place of `generation_s`
     slots: int = 10**6  # of the engine
     environment_s: float = 0.0
     environment_calls: int | None = None  # concurrent ones
@@ -75,7 +77,7 @@ def bubbles_of(run: Simulated) -> Bubbles:
 
 
 async def _train(run: Simulated) -> None:
-    generation = engine(run.generation_s, slots=run.slots)
+    generation = _engine_by_tokens(run) if run.token_s else engine(run.generation_s, slots=run.slots)
     source = _source(run, generation)
     for number in range(run.num_steps):
         generation.weight_version = number
@@ -91,6 +93,16 @@ async def _train(run: Simulated) -> None:
             with timer("weight_sync"):
                 await asyncio.sleep(run.refit_s)
     await source.close()
+
+
+def _engine_by_tokens(run: Simulated) -> FakeGeneration:
+    free = asyncio.Semaphore(run.slots)
+
+    async def latency(request: GenerationRequest) -> None:
+        async with free:
+            await asyncio.sleep(run.token_s * len(sample(request, VOCAB_SIZE).token_ids))
+
+    return FakeGeneration(vocab_size=VOCAB_SIZE, latency=latency)
 
 
 def _source(run: Simulated, generation: FakeGeneration) -> SyncSource | AsyncSource:

@@ -9,9 +9,9 @@ import pytest
 
 from nemo_rl.config.environment import BatchingConfig
 from nemo_rl.environments.scorers.checked_scorer import BatchedScorer, CheckedScorer
+from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.types import Failure, FailureClass, Message, ResponseFault, ScoreRequest
 from tests.fakes.scorers import FakeScorer
-from tests.fakes.virtual_time import run_in_virtual_time
 
 
 def request(number: int) -> ScoreRequest:

@@ -1,0 +1,273 @@
+"""Runs a traced run's work on a virtual clock, through the real sources, turns and routing, under other limits."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nemo_rl.config.shared_sections import RolloutConfig
+from nemo_rl.data.chat import ChatEncoder
+from nemo_rl.data.prompt_loader import PromptLoader
+from nemo_rl.environments.boundary import CheckedEnvironment
+from nemo_rl.experience.async_source import AsyncSource
+from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutLimits, RolloutOptions
+from nemo_rl.experience.scoring import Scoring, WeightedScorer
+from nemo_rl.experience.sync_source import SyncSource
+from nemo_rl.generation.router import ReplicatedGeneration
+from nemo_rl.observability.loggers import StepTimer
+from nemo_rl.trace.bubbles import Bubbles, count_bubbles
+from nemo_rl.trace.planned_engine import PlannedEngine, TrainerState
+from nemo_rl.trace.timeline import Timeline
+from nemo_rl.trace.virtual_time import VirtualTimeLoop
+from nemo_rl.trace.workload import ENVIRONMENT, SCORER, PlannedRollout, Workload
+from nemo_rl.tracing import SpanRecord, Tracer, TraceRecord
+from nemo_rl.types import (
+    EnvStep,
+    GenerationRequest,
+    Message,
+    MessageLog,
+    Prompt,
+    SamplingParams,
+    ScoreRequest,
+    TokenizedMessage,
+)
+
+NEVER_S = 1e12  # deadlines: nothing is late in a plan
+MAX_TOKENS = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the planner varies."""
+
+    num_prompts: int  # of a step
+    num_generations: int  # of a prompt
+    age: int | None  # max_trajectory_age_steps in the background; None: collected before each step
+    num_engines: int
+    max_num_seqs: int  # of an engine
+    calls: Mapping[str, int]  # at once, of an environment or scorer by the name of its wait; absent: any number
+    micro_batch_scale: float = 1.0  # of its size, relative to the traced run's
+    trainer_scale: float = 1.0  # ranks that share the samples, relative to the traced run's
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a schedule is expected to give."""
+
+    bubbles: Bubbles
+    tokens_per_s: float  # sampled and trained
+
+    @property
+    def step_s(self) -> float:
+        return self.bubbles.step_s
+
+
+def plan(workload: Workload, schedule: Schedule, *, num_steps: int = 12) -> Planned:
+    """Return the bubbles of `num_steps` steps without the first ones, in which the pipeline fills."""
+    sink = _Sink()
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        loop = runner.get_loop()
+        with Tracer([sink], clock_ns=lambda: round(loop.time() * 1e9)):
+            num_tokens = runner.run(_train(workload, schedule, num_steps))
+    bubbles = count_bubbles(Timeline.of_spans(each for each in sink.records if isinstance(each, SpanRecord)))
+    assert bubbles is not None
+    counted = num_tokens[-bubbles.num_steps :]
+    return Planned(bubbles, sum(counted) / (bubbles.num_steps * bubbles.step_s))
+
+
+class _Sink:
+    """Keeps the records of a trace."""
+
+    def __init__(self) -> None:
+        self.records: list[TraceRecord] = []
+
+    def write(self, records: Sequence[TraceRecord]) -> None:
+        self.records += records
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+async def _train(workload: Workload, schedule: Schedule, num_steps: int) -> list[int]:
+    """Run the steps; return the sampled tokens of each."""
+    trainer = TrainerState()
+    shapes = _Shapes(workload.groups)
+    engines = [
+        PlannedEngine(workload.engine, schedule.max_num_seqs, shapes.size, trainer) for _ in range(schedule.num_engines)
+    ]
+    source = _open_source(workload, schedule, shapes, engines, num_steps)
+    num_tokens = []
+    for number in range(num_steps):
+        timer = StepTimer(step=number + 1)
+        with timer("total_step_time"):
+            with timer("generation" if schedule.age is None else "exposed_generation"):
+                groups = (await source.next_groups(number)).groups
+            trajectories = [each for group in groups for each in group.trajectories]
+            num_tokens.append(sum(each.num_generated_tokens for each in trajectories))
+            with timer("policy_training"):
+                await _compute(workload, schedule, trainer, len(trajectories), num_tokens[-1])
+            await _other_phases(workload, source, engines, timer, number + 1)
+    await source.close()
+    return num_tokens
+
+
+async def _compute(
+    workload: Workload, schedule: Schedule, trainer: TrainerState, num_rollouts: int, num_tokens: int
+) -> None:
+    """Train for as long as the curve says, in parts: slower while an engine that shares the device samples."""
+    curve = workload.trainer
+    curve = replace(curve, micro_batches_per_rollout=curve.micro_batches_per_rollout / schedule.micro_batch_scale)
+    seconds = curve.seconds(num_rollouts, num_tokens) / schedule.trainer_scale
+    num_parts = 20 if curve.beside_generation > 1 else 1
+    trainer.set(True)
+    for _ in range(num_parts):
+        is_slower = any(engine.num_running for engine in trainer.engines)
+        await asyncio.sleep(seconds / num_parts * (curve.beside_generation if is_slower else 1.0))
+    trainer.set(False)
+
+
+async def _other_phases(
+    workload: Workload,
+    source: AsyncSource | SyncSource,
+    engines: Sequence[PlannedEngine],
+    timer: StepTimer,
+    version: int,
+) -> None:
+    """Spend the time of refits, in which engines pause, and of all other phases."""
+    for name, seconds in workload.phases_s.items():
+        if name == "weight_sync":
+            continue
+        with timer(name):
+            await asyncio.sleep(seconds)
+    async with source.hold():
+        for engine in engines:
+            await engine.pause()
+        if "weight_sync" in workload.phases_s:
+            with timer("weight_sync"):
+                await asyncio.sleep(workload.phases_s["weight_sync"])
+        for engine in engines:
+            engine.weight_version = version
+            await engine.resume()
+
+
+def _open_source(
+    workload: Workload, schedule: Schedule, shapes: "_Shapes", engines: Sequence[PlannedEngine], num_steps: int
+) -> AsyncSource | SyncSource:
+    generation = engines[0] if len(engines) == 1 else ReplicatedGeneration(engines)
+    rollouts = [rollout for group in workload.groups for rollout in group]
+    names = sorted({rollout.env for rollout in rollouts})
+    scorers = {name: sorted({s for r in rollouts if r.env == name for s in r.scores_s}) for name in names}
+    environments = {
+        name: CheckedEnvironment(_Environment(shapes, _calls(schedule, ENVIRONMENT + name)), None) for name in names
+    }
+    places = {s: _calls(schedule, SCORER + s) for each in scorers.values() for s in each}
+    scoring = Scoring(
+        {name: [WeightedScorer(s, _Scorer(shapes, s, places[s]), 1.0) for s in each] for name, each in scorers.items()}
+    )
+    limits = RolloutLimits(10**6, MAX_TOKENS, NEVER_S, 0, 0.0, NEVER_S)
+    dependencies = RolloutDependencies(generation, environments, _Encoder(), limits, scoring=scoring)
+    prompts = [shapes.prompt(place) for place in range(schedule.num_prompts * num_steps)]
+    loader = PromptLoader(prompts, shuffle=False, seed=0, max_epochs=1)
+    options = RolloutOptions(SamplingParams(max_new_tokens=MAX_TOKENS), seed=0)
+    sizes: dict[str, Any] = {
+        "num_prompts_per_step": schedule.num_prompts,
+        "num_generations_per_prompt": schedule.num_generations,
+        "failures": RolloutConfig(),
+    }
+    if schedule.age is None:
+        return SyncSource(loader, dependencies, options, **sizes)
+    bounds = {"max_age_steps": schedule.age, "stale_groups": "wait", "max_generation_failures": 0}
+    return AsyncSource(loader, dependencies, options, **sizes, **bounds, num_steps=num_steps)
+
+
+def _calls(schedule: Schedule, name: str) -> "asyncio.Semaphore | nullcontext[None]":
+    limit = schedule.calls.get(name)
+    return nullcontext() if limit is None else asyncio.Semaphore(limit)
+
+
+class _Shapes:
+    """The sizes of planned rollouts: groups of the trace, in its order, again and again."""
+
+    def __init__(self, groups: Sequence[Sequence[PlannedRollout]]) -> None:
+        self.groups = groups
+        self._rollouts = [rollout for group in groups for rollout in group]
+        self._first = [0]
+        for group in groups:
+            self._first.append(self._first[-1] + len(group))
+
+    def __getitem__(self, number: int) -> PlannedRollout:
+        return self._rollouts[number]
+
+    def prompt(self, place: int) -> Prompt:
+        env = self.groups[place % len(self.groups)][0].env
+        return Prompt(str(place), env, (Message("user", ""),), {"turn": 0})
+
+    def size(self, request: GenerationRequest) -> tuple[int, int]:
+        """Return the tokens of a response, and the number of the rollout's shape, which its first token tells."""
+        _, _, place, generation, turn = request.request_id.split("#")[0].split(":")
+        group = int(place) % len(self.groups)
+        number = self._first[group] + int(generation) % len(self.groups[group])
+        return self._rollouts[number].turns[int(turn)].num_tokens, number
+
+
+class _Encoder(ChatEncoder):
+    """A message without tokens; the text of a response is the number that its first token tells."""
+
+    def __init__(self) -> None:
+        """Without a tokenizer."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> MessageLog:
+        return tuple(TokenizedMessage(message, (0,)) for message in messages)
+
+    def encode_turn(
+        self, message_log: MessageLog, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> MessageLog:
+        return tuple(TokenizedMessage(message, (0,)) for message in new_messages)
+
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
+        return str(token_ids[0])
+
+
+class _Environment:
+    """Takes the seconds of the rollout's turn."""
+
+    def __init__(self, shapes: _Shapes, calls: "asyncio.Semaphore | nullcontext[None]") -> None:
+        self._shapes, self._calls = shapes, calls
+
+    async def step(
+        self, conversations: Sequence[Sequence[Message]], states: Sequence[Mapping[str, Any]]
+    ) -> list[EnvStep]:
+        return [await self._step(*each) for each in zip(conversations, states, strict=True)]
+
+    async def _step(self, conversation: Sequence[Message], state: Mapping[str, Any]) -> EnvStep:
+        shape, turn = self._shapes[int(conversation[-1].content)], state["turn"]
+        if seconds := shape.turns[turn].environment_s:
+            async with self._calls:
+                await asyncio.sleep(seconds)
+        is_done = turn + 1 == len(shape.turns)
+        return EnvStep(() if is_done else (Message("user", ""),), {"reward": 0.0}, is_done, {"turn": turn + 1})
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Scorer:
+    """Takes the seconds of the rollout."""
+
+    def __init__(self, shapes: _Shapes, name: str, calls: "asyncio.Semaphore | nullcontext[None]") -> None:
+        self._shapes, self._name, self._calls = shapes, name, calls
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[float]:
+        for request in requests:
+            answer = next(m for m in reversed(request.messages) if m.role == "assistant")
+            async with self._calls:
+                await asyncio.sleep(self._shapes[int(answer.content)].scores_s.get(self._name, 0.0))
+        return [0.0] * len(requests)
+
+    async def close(self) -> None:
+        """Nothing is held."""

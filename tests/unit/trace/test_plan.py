@@ -1,0 +1,120 @@
+"""Plans against times by hand, against an event simulation of its own, and against runs that were not used to fit."""
+
+import heapq
+import random
+from dataclasses import replace
+
+import pytest
+
+from nemo_rl.trace.plan import Schedule, plan
+from nemo_rl.trace.workload import (
+    EngineCurve,
+    Limits,
+    PlannedRollout,
+    PlannedTurn,
+    TrainerCurve,
+    Workload,
+    fit_workload,
+)
+from tests.unit.trace.simulated_run import GROUP, GROUPS, Simulated, bubbles_of, simulate
+
+NO_LIMIT = 10**6
+SCHEDULE = Schedule(4, 4, None, 1, NO_LIMIT, {})
+
+
+def workload(*, tokens: int = 100, environment_s: float = 0.5, refit_s: float = 0.25) -> Workload:
+    group = [PlannedRollout("game", (PlannedTurn(tokens, environment_s),), {}) for _ in range(4)]
+    return Workload([group], EngineCurve(0.01, 0.0), TrainerCurve(1.0, 0.0, 0.0, 0.0), {"weight_sync": refit_s})
+
+
+def test_a_synchronous_step_is_its_parts() -> None:
+    planned = plan(workload(), SCHEDULE)
+    assert planned.step_s == pytest.approx(1.0 + 0.5 + 1.0 + 0.25)
+    assert planned.tokens_per_s == pytest.approx(1600 / 2.75)
+    assert planned.bubbles.waits_s == pytest.approx({"generation": 1.0, "environment game": 0.5, "weight_sync": 0.25})
+
+
+def test_limits_queue() -> None:
+    assert plan(workload(), replace(SCHEDULE, max_num_seqs=4)).step_s == pytest.approx(4.0 + 0.5 + 1.25)
+    assert plan(workload(), replace(SCHEDULE, max_num_seqs=4, num_engines=2)).step_s == pytest.approx(2.0 + 0.5 + 1.25)
+    calls = {"environment game": 1}
+    assert plan(workload(), replace(SCHEDULE, calls=calls)).step_s == pytest.approx(1.0 + 16 * 0.5 + 1.25)
+
+
+def test_in_the_background_the_slower_of_both_decides() -> None:
+    slow_engine = replace(workload(environment_s=0.0, refit_s=0.0), engine=EngineCurve(0.03, 0.0))
+    planned = plan(slow_engine, replace(SCHEDULE, age=1, max_num_seqs=16), num_steps=42)
+    assert planned.step_s == pytest.approx(3.0, rel=0.05)
+    slow_trainer = replace(workload(environment_s=0.0, refit_s=0.0), trainer=TrainerCurve(5.0, 0.0, 0.0, 0.0))
+    assert plan(slow_trainer, replace(SCHEDULE, age=1)).step_s == pytest.approx(5.0)
+
+
+def test_larger_micro_batches_cost_fewer_times() -> None:
+    costly = replace(workload(), trainer=TrainerCurve(0.0, 0.5, 0.0, 1.0))  # 0.5 s for each of 16
+    assert plan(costly, SCHEDULE).bubbles.trainer_busy_s == pytest.approx(8.0)
+    assert plan(costly, replace(SCHEDULE, micro_batch_scale=4.0)).bubbles.trainer_busy_s == pytest.approx(2.0)
+
+
+def first_in_first_out(rollouts: list[PlannedRollout], slots: int) -> float:
+    """Return when the last ends: event by event, without any code of the project."""
+    free, arrivals, end = [0.0] * slots, [(0.0, i, i, 0) for i in range(len(rollouts))], 0.0
+    order = len(arrivals)
+    while arrivals:
+        at, _, number, turn = heapq.heappop(arrivals)
+        own = rollouts[number].turns[turn]
+        done = max(at, heapq.heappop(free)) + 0.01 * own.num_tokens
+        heapq.heappush(free, done)
+        end = max(end, done + own.environment_s)
+        if turn + 1 < len(rollouts[number].turns):
+            order += 1
+            heapq.heappush(arrivals, (done + own.environment_s, order, number, turn + 1))
+    return end
+
+
+@pytest.mark.parametrize("slots", [1, 3, 16, 64])
+def test_generation_takes_what_an_event_simulation_says(slots: int) -> None:
+    draw = random.Random(slots)
+    groups = [
+        [
+            PlannedRollout(
+                "game", tuple(PlannedTurn(draw.randint(1, 200), draw.random()) for _ in range(draw.randint(1, 4))), {}
+            )
+            for _ in range(8)
+        ]
+        for _ in range(8)
+    ]
+    run = Workload(groups, EngineCurve(0.01, 0.0), TrainerCurve(1.0, 0.0, 0.0, 0.0), {})
+    planned = plan(run, Schedule(8, 8, None, 1, slots, {}), num_steps=2)
+    expected = first_in_first_out([rollout for group in groups for rollout in group], slots)
+    assert planned.step_s - 1.0 == pytest.approx(expected, rel=1e-3)
+
+
+FITTED = Simulated(token_s=0.5, slots=8, environment_s=0.2, train_s=6.0, refit_s=0.5, num_steps=12)
+NOT_FITTED = {
+    "synchronous": FITTED,
+    "age 0": replace(FITTED, age=0),
+    "age 1": replace(FITTED, age=1),
+    "age 2": replace(FITTED, age=2),
+    "age 4": replace(FITTED, age=4),
+    "slow tool": replace(FITTED, environment_calls=1),
+    "more sequences at once": replace(FITTED, slots=16),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FITTED)
+def test_other_schedules_take_what_the_fitted_one_lets_expect(name: str) -> None:
+    run = NOT_FITTED[name]
+    fitted = fit_workload(simulate(FITTED), Limits(FITTED.slots, 1, {}))
+    calls = {} if run.environment_calls is None else {"environment game": run.environment_calls}
+    schedule = Schedule(GROUPS, GROUP, run.age, 1, run.slots, calls)
+    assert plan(fitted, schedule, num_steps=run.num_steps).step_s == pytest.approx(bubbles_of(run).step_s, rel=0.1)
+
+
+def test_what_queued_for_a_judge_is_not_taken_for_its_work() -> None:
+    """16 scores of 0.5 s by one judge; the fit finds 0.5 s, and two judges take half of the time."""
+    slow = Simulated(score_s=0.5, score_calls=1, train_s=2.0)
+    fitted = fit_workload(simulate(slow), Limits(slow.slots, 1, {"scorer judge": 1}))
+    scores = [rollout.scores_s["judge"] for group in fitted.groups for rollout in group]
+    assert sum(scores) / len(scores) == pytest.approx(0.5, rel=0.05)
+    two = Schedule(GROUPS, GROUP, None, 1, slow.slots, {"scorer judge": 2})
+    assert plan(fitted, two).step_s == pytest.approx(bubbles_of(replace(slow, score_calls=2)).step_s, rel=0.1)
