@@ -103,19 +103,20 @@ class LoadBalancer(Generic[MemberT]):
 
     def _least_busy(self, avoid: Collection[MemberT]) -> MemberT:
         """Return the least busy member outside of `avoid`, else the least busy one."""
-        avoided = []
-        while self._heap:
-            *busyness, member = entry = heapq.heappop(self._heap)
-            if member not in self._load or tuple(busyness) != self._busyness(member):
+        avoided: list[tuple[int, int, int, MemberT]] = []
+        found: MemberT | None = None
+        while self._heap and found is None:
+            entry = heapq.heappop(self._heap)
+            member = entry[-1]
+            if member not in self._load or entry[:-1] != self._busyness(member):
                 continue  # it was as busy once
-            if member not in avoid:
-                break
-            avoided.append(entry)
-        else:
-            member = avoided[0][-1]
+            if member in avoid:
+                avoided.append(entry)
+            else:
+                found = member
         for entry in avoided:
             heapq.heappush(self._heap, entry)
-        return member
+        return avoided[0][-1] if found is None else found
 
     def _file(self, member: MemberT) -> None:
         """Put the member's present busyness into the heap, beside its former ones."""

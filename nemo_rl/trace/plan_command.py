@@ -72,7 +72,7 @@ class _Keys:
 
     def schedule(self, values: Values) -> Schedule:
         """Return what the values ask for."""
-        size = "policy.train_micro_batch_size"
+        micro_batch = "policy.train_micro_batch_size"
         calls: dict[str, int] = {}
         for key, (wait, size) in self.calls.items():
             calls[wait] = min(values[key] * size, calls.get(wait, MAX_VALUE))
@@ -83,7 +83,7 @@ class _Keys:
             num_engines=values["policy.generation.num_replicas"],
             max_num_seqs=values["policy.generation.vllm_cfg.max_num_seqs"],
             calls=calls,
-            micro_batch_scale=values[size] / self.present[size],
+            micro_batch_scale=values[micro_batch] / self.present[micro_batch],
         )
 
 

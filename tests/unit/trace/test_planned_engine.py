@@ -7,7 +7,7 @@ import pytest
 from nemo_rl.trace.planned_engine import PlannedEngine, TrainerState
 from nemo_rl.trace.virtual_time import run_in_virtual_time
 from nemo_rl.trace.workload import EngineCurve
-from nemo_rl.types import GenerationRequest, SamplingParams
+from nemo_rl.types import Completion, GenerationRequest, SamplingParams
 
 
 def request(num_tokens: int) -> GenerationRequest:
@@ -25,6 +25,7 @@ def ends(curve: EngineCurve, sizes: list[int], max_num_seqs: int = 10, *, traini
 
         async def end(size: int) -> float:
             async for completion in engine.generate([request(size)]):
+                assert isinstance(completion, Completion)
                 assert len(completion.token_ids) == size
             return loop.time()
 
