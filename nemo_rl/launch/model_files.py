@@ -131,8 +131,8 @@ def find_shape(key: str, model_name: str, overrides: Mapping[str, Any] | None = 
     """
     path = _config_file(key, model_name)
     if path is None:
-        raise UnknownShapeError(f"{MODEL_FILE} of {model_name} is not on this machine; get it with: hf download "
-                                f"{model_name} {MODEL_FILE}")  # fmt: skip
+        cure = "" if _is_path(model_name) else f"; get it with: hf download {model_name} {MODEL_FILE}"
+        raise UnknownShapeError(f"{MODEL_FILE} of {model_name} is not on this machine{cure}")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -134,3 +134,6 @@ def test_a_model_that_is_not_here_is_named_with_the_command_that_gets_it() -> No
 @pytest.mark.parametrize("name", ["/path/to/a/model", "no-such/model-here"])
 def test_a_model_that_is_not_here_has_no_configuration(name: str) -> None:
     assert read_model_config("policy.model_name", name) is None
+    with pytest.raises(UnknownShapeError, match=rf"config\.json of {name} is not on this machine") as unknown:
+        find_shape("policy.model_name", name)
+    assert ("hf download" in str(unknown.value)) == (not name.startswith("/"))
