@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from nemo_rl.distributed.vision_towers import RowImages
+from nemo_rl.errors import PolicyError
 from nemo_rl.loss_types import RequiredScores, TokenScores
 from nemo_rl.policy.attention import PACKED_ATTENTION, SharedPrefixes, check_shared_prefixes
 from nemo_rl.policy.hf_model import small_model
@@ -61,8 +63,11 @@ class SharedPrefixLogprobs(CausalLogprobs):
         candidate_ids: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
         columns: Mapping[str, torch.Tensor] | None = None,
+        images: RowImages | None = None,
     ) -> TokenScores:
-        """Return what `CausalLogprobs` does."""
+        """Return what `CausalLogprobs` does; raises PolicyError for images, whose features no tree has."""
+        if images is not None:
+            raise PolicyError("policy.sequence_packing.share_prefixes: prefixes with images are not shared")
         needed = F.pad(needed[:, 1:], (1, 0))
         lengths = lengths or [token_ids.shape[1]] * len(token_ids)
         tree = SharedPrefixes.of(token_ids, lengths, (columns or {}).get(ROUTED_EXPERTS))
