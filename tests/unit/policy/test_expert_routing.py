@@ -127,7 +127,8 @@ def test_replay_gives_logprobs_and_gradients_of_forced_routers(
 def test_a_prefix_is_shared_by_the_rows_whose_experts_computed_it_alike(directories: dict[str, Path]) -> None:
     model = expert_model("qwen3_moe")
     batch = batch_with_routes(LENGTHS, len(layers_with_experts(model)), per_row=True)
-    policy = make_policy(SINGLE_RANK, directories["qwen3_moe"], router_replay={"enabled": True}, **TREES)
+    settings: dict[str, Any] = {"router_replay": {"enabled": True}, **TREES}
+    policy = make_policy(SINGLE_RANK, directories["qwen3_moe"], **settings)
     expected = expected_logprobs(model, batch).detach()
     torch.testing.assert_close(scored(policy, "logprobs", batch), expected, rtol=0, atol=2e-5)
     assert policy.train_step(batch, WeightedNLL())["moe/other_experts"] == 0
