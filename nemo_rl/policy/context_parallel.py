@@ -9,6 +9,7 @@ per token, are gathered: losses and metrics see whole samples, each token once, 
 H heads of queries, K of keys and values, D width of a head.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -158,11 +159,11 @@ def attend_over_slices(
     """Return a slice [1, n, heads, width] of the attention of whole rows, from slices [1, heads, n, width].
 
     `attend` computes [1, N, heads, width] from whole rows [1, heads, N, width] of some of the heads. Keys and values
-    with fewer heads than ranks are sent to several, and autograd sums their gradients.
+    whose heads the ranks do not divide are sent to several, and autograd sums their gradients.
     """
     if ranks.group is None:
         return attend(query, key, value)
-    if (copies := ranks.size // key.shape[1]) > 1:
+    if (copies := ranks.size // math.gcd(ranks.size, key.shape[1])) > 1:
         key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
     whole = _slices_to_heads((query, key, value), ranks, ranks.group)
     return _heads_to_slice(attend(*whole), ranks, ranks.group)

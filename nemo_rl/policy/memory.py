@@ -285,19 +285,18 @@ class RankMemory:
 
     def allows_context(self, size: int) -> bool:
         """Return whether that many ranks can share a micro-batch: they exchange its tokens for equal parts of heads."""
-        heads, groups = self.shape.num_attention_heads // self.tensor, self.shape.num_key_value_heads // self.tensor
-        return heads % size == 0 and (groups % size == 0 or size % groups == 0)
+        return self.shape.num_attention_heads // self.tensor % size == 0
 
     @property
     def exchanged_bytes(self) -> int:
         """Return what a rank sends per layer and token of its slice in a forward pass; backward it is as much.
 
-        Queries and the result have all heads, keys and values at least one head per rank.
+        Queries and the result have all heads, keys and values as many that the ranks divide them.
 
         Example: 4 ranks, 32 heads of 128 and 8 of keys: bfloat16 2 x 3/4 x (2 x 4096 + 2 x 1024) = 15,360.
         """
         shape, heads = self.shape, self.shape.num_attention_heads // self.tensor
-        groups = max(shape.num_key_value_heads // self.tensor, min(self.context, heads))
+        groups = math.lcm(shape.num_key_value_heads // self.tensor, self.context)
         sent = 2 * heads + 2 * groups if self.context > 1 else 0
         return self.compute_bytes * sent * shape.head_dim * (self.context - 1) // self.context
 

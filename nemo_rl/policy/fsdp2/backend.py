@@ -144,11 +144,10 @@ def check_context_parallel(
     if (scaling := _rope_type(text)) in LENGTH_ROPES:
         problem = f"the model's rotary embedding ({scaling}) follows the length of a row, of which a rank has a slice"
         raise ConfigError(key, size, f"{problem}; allowed: 1")
-    all_heads = getattr(text, "num_attention_heads", 0)
-    heads, groups = all_heads // tensor, (getattr(text, "num_key_value_heads", None) or all_heads) // tensor
-    allowed = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    heads = getattr(text, "num_attention_heads", 0) // tensor
+    allowed = [n for n in range(1, heads + 1) if heads % n == 0]
     if size not in allowed:
-        shown = f"num_attention_heads {heads}, num_key_value_heads {groups}" + (" of a rank" if tensor > 1 else "")
+        shown = f"num_attention_heads {heads}" + (" of a rank" if tensor > 1 else "")
         problem = f"ranks exchange slices for heads, and the model has {shown}"
         raise ConfigError(key, size, f"{problem}; allowed: {', '.join(map(str, allowed))}")
 
