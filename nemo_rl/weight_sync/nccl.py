@@ -18,7 +18,7 @@ from nemo_rl.distributed.tensor_transfer import (
     member_name,
 )
 from nemo_rl.errors import WeightSyncError, WorkerError
-from nemo_rl.interfaces import Generation, WeightSource, WeightTarget
+from nemo_rl.interfaces import WeightSource, WeightTarget
 from nemo_rl.weight_manifests import Weights, WeightStream
 from nemo_rl.weight_sync.transports import engine_names, engine_replicas
 
@@ -38,7 +38,7 @@ class Broadcast:
         self._workers_per_engine = workers_per_engine
         self._timeout_s = timeout_s
         self._rendezvous: Rendezvous | None = None
-        self._members: tuple[Generation, ...] = ()
+        self._members: tuple[object, ...] = ()
         self._group = 0
 
     async def stage(self, policy: WeightSource) -> WeightStream:

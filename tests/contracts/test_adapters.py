@@ -201,7 +201,7 @@ def test_adapters_outlive_a_refit_of_the_base_model(
         for version in (20, 21):
             await publish(engine, adapted, version)
         for scale in (1.5, 1 / 1.5):
-            base = adapted.module.get_base_model()
+            base: Any = adapted.module.get_base_model()
             with torch.no_grad():
                 base.model.layers[1].self_attn.q_proj.base_layer.weight.mul_(scale)
             await publish_base(engine, base)

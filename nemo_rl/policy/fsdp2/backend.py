@@ -216,9 +216,9 @@ def check_lora(key: str, section: TrainedDTensorConfig, policy: PolicyConfig) ->
         is_auto = policy.backend == AUTO
         other = f"policy.{policy.backend_key}.enabled is true" if is_auto else f"policy.backend is {policy.backend}"
         raise ConfigError(f"{lora_key}.enabled", True, f"{other}, which trains all weights; allowed: one of the two")
-    if section.tensor_parallel_size > 1:
-        problem = f"{key}.tensor_parallel_size is {section.tensor_parallel_size}: adapters are not split; allowed: 1"
-        raise ConfigError(f"{lora_key}.enabled", True, problem)
+    if section.splits_residual:
+        problem = f"{lora_key}.enabled is true: adapters take all tokens of a layer; allowed: false"
+        raise ConfigError(f"{key}.sequence_parallel", True, problem)
     if lora.match_all_linear and lora.target_modules:
         problem = f"{lora_key}.match_all_linear is true; allowed: one of the two"
         raise ConfigError(f"{lora_key}.target_modules", lora.target_modules, problem)

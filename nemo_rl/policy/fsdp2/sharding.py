@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -261,7 +261,20 @@ def _plan(layer: nn.Module) -> dict[str, ParallelStyle]:
         "self_attn.k_norm": SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
     }
     present = dict(layer.named_modules())
-    return {name: style for name, style in plan.items() if name in present}
+    styles = {name: style for name, style in plan.items() if name in present}
+    return {part: each for name, style in styles.items() for part, each in _parts(name, style, present).items()}
+
+
+def _parts(name: str, style: ParallelStyle, present: Mapping[str, nn.Module]) -> dict[str, ParallelStyle]:
+    """Return the plan of one layer: its own, or that of the matrices of an adapted one (lora.py).
+
+    W + scale B A is divided as W is: its rows by those of B, its columns by those of A. The other matrix is replicated.
+    """
+    base = f"{name}{BASE_LAYER}".rstrip(".")
+    if base not in present:
+        return {name: style}
+    divided = "lora_B" if isinstance(style, ColwiseParallel) else "lora_A"
+    return {base: style, f"{name}.{divided}.default": style}
 
 
 def _residual_plan() -> dict[str, ParallelStyle]:

@@ -363,8 +363,12 @@ def policy(lora: dict[str, Any], **sections: Any) -> PolicyConfig:
 @pytest.mark.parametrize(
     ("lora", "sections", "said"),
     [
-        ({}, {"dtensor_cfg": {"tensor_parallel_size": 2}}, "lora_cfg.enabled = True: .*tensor_parallel_size is 2"),
         ({}, {"megatron_cfg": {"enabled": True}}, "lora_cfg.enabled = True: policy.megatron_cfg.enabled is true"),
+        (
+            {},
+            {"dtensor_cfg": {"tensor_parallel_size": 2, "sequence_parallel": True}},
+            "sequence_parallel = True: policy.dtensor_cfg.lora_cfg.enabled is true",
+        ),
         (
             {"match_all_linear": True, "target_modules": ["q_proj"]},
             {},

@@ -69,7 +69,6 @@ REFUSALS = [
     ),
     ("policy.md", "policy.train_global_batch_size=100"),
     ("policy.md", "policy.train_micro_batch_size=7"),
-    ("policy.md", "policy.dtensor_cfg.lora_cfg.enabled=true policy.dtensor_cfg.tensor_parallel_size=2"),
     ("policy.md", "policy.dtensor_cfg.compile=true policy.dtensor_cfg.tensor_parallel_size=2"),
     ("policy.md", "policy.dtensor_cfg.lora_cfg.enabled=true policy.megatron_cfg.enabled=true"),
     ("policy.md", "policy.dtensor_cfg.lora_cfg.enabled=true ++policy.dtensor_cfg.lora_cfg.dropout=0.05"),
