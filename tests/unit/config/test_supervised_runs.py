@@ -25,7 +25,8 @@ NEMO_RL: dict[str, Any] = {
     },
     "policy": {
         "model_name": "meta-llama/Llama-3.2-1B", "train_global_batch_size": 32, "train_micro_batch_size": 1,
-        "max_total_sequence_length": 1024, "dtensor_cfg": {"enabled": True, "sequence_parallel": False},
+        "max_total_sequence_length": 1024, "make_sequence_length_divisible_by": 1,
+        "dtensor_cfg": {"enabled": True, "sequence_parallel": False},
         "generation": {"max_new_tokens": 8},
     },
     "data": {

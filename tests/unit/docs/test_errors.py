@@ -131,6 +131,7 @@ NEED_MORE = {
         "policy.hf_config_overrides.num_hidden_layer",
         "policy.device",
         "policy.dtensor_cfg.tensor_parallel_size",
+        "policy.dtensor_cfg.context_parallel_size",
         "policy.dtensor_cfg.expert_parallel_size",
         "policy.dtensor_cfg.lora_cfg.target_modules",
         "policy.moe.bias_update_rate",

@@ -195,9 +195,12 @@ def test_a_buffer_comes_back_as_it_was(tmp_path_factory, state: ReplayBufferStat
 
 
 def test_no_field_of_a_rollout_is_forgotten() -> None:
-    """A new field must be written down and drawn above; then it belongs here."""
+    """A new field must be written down and drawn above; then it belongs here.
+
+    Not written are images, which background collection refuses (config/checks.py).
+    """
     assert [f.name for f in fields(TokenizedMessage)] == [
-        "message", "token_ids", "generation_logprobs", "weight_spans", "columns",
+        "message", "token_ids", "generation_logprobs", "weight_spans", "columns", "images",
     ]  # fmt: skip
     assert [f.name for f in fields(Message)] == ["role", "parts"]
     assert [f.name for f in fields(Trajectory)] == [

@@ -9,7 +9,7 @@ REPLAY = PolicyConfig.model_validate({"model_name": "m", "router_replay": {"enab
 
 
 def test_replay_of_a_dense_model_is_refused() -> None:
-    types = "deepseek_v3, glm4_moe, mixtral, nemotron_h, qwen3_moe"
+    types = "deepseek_v3, glm4_moe, gpt_oss, mixtral, nemotron_h, qwen3_moe"
     with pytest.raises(ConfigError, match=rf"type 'llama' have no routers .* {types}") as caught:
         check_router_replay(REPLAY, LlamaConfig())
     assert caught.value.key == "policy.router_replay.enabled"
