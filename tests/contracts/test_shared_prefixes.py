@@ -102,7 +102,7 @@ def assert_same_steps(
         bound = 4e-5 if loss.startswith("vespo") else 1e-5  # its weight multiplies the rounding of all of a sequence
         for name, value in metrics.items():
             assert value == pytest.approx(want[name], rel=bound, abs=bound), (loss, name)
-        moved = max(float((weight - before[name].detach()).abs().max()) for name, weight in weights.items())
+        moved = max(float((weight.detach() - before[name].detach()).abs().max()) for name, weight in weights.items())
         for name, weight in weights.items():  # float32 rounds a gradient relative to its largest elements, up to 11
             torch.testing.assert_close(weight, expected_weights[name], rtol=bound, atol=bound * max(1.0, moved))
         assert moved > 1e-3
