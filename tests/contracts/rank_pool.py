@@ -5,7 +5,9 @@ there is a job. A job is a function of a layout, called on all of its ranks at o
 layout: no process group is ever given back, and with hundreds of them a process has a thousand threads and files.
 """
 
+import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -23,6 +25,7 @@ from nemo_rl.policy.ranks import RankLayout
 
 JOB_TIMEOUT_S = 240.0
 COLLECTIVE_TIMEOUT_S = 200.0
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 MAX_RANKS = 28  # processes at once; each keeps some 100 MB that it does not share
 
 _FORKED = get_context("forkserver")
@@ -156,13 +159,19 @@ class RankPool:
 def _serve(connection: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
+    gc.freeze()  # what the imports left is not looked at again
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process would not see that the tests have ended
     while True:
         try:
             job, layout, arguments = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
-            answer = (True, job(layout, **arguments))
+            answer = pickle.dumps((True, job(layout, **arguments)))
         except BaseException:
-            answer = (False, traceback.format_exc())
-        connection.send_bytes(pickle.dumps(answer))
+            answer = pickle.dumps((False, traceback.format_exc()))
+        del arguments
+        gc.collect()
+        libc.malloc_trim(0)  # some jobs need gigabytes, which the C library keeps
+        connection.send_bytes(answer)
