@@ -126,6 +126,7 @@ class Trainer:
         with self._reward_registered():
             self.config = load_config(self._recipe, self._overrides, command=self._command)
         self._checkpoint_dir: Path | None = None
+        self._step = 0  # after the last call
 
     def train(self, **keywords: Any) -> TrainingResult:
         """Train, or continue after the newest checkpoint of an earlier call; return what it reached.
@@ -141,6 +142,7 @@ class Trainer:
             opened: list[Any] = []
             step, interrupted = _run(partial(_train, self.config, opened), lambda: opened[0].interrupt.request())
         (run,) = opened
+        earlier, self._step = self._step, step
         latest = run.checkpoints.latest() if run.checkpoints is not None else None
         if run.checkpoints is not None:
             self._checkpoint_dir = run.checkpoints.directory.absolute()
@@ -148,7 +150,7 @@ class Trainer:
         return TrainingResult(
             run_dir=run.run_dir,
             step=step,
-            metrics=_read_metrics(run.run_dir),
+            metrics=[row for row in _read_metrics(run.run_dir) if not earlier or row["step"] > earlier],
             checkpoint=None if latest is None else latest.path,
             model_path=None if latest is None else latest.path / "policy" / "weights",
             interrupted=interrupted,

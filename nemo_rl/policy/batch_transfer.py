@@ -86,12 +86,13 @@ def merge_rows(parts: Iterable[ScoredRows | None], batch: TrainingBatch) -> list
 
 def merge_recorded(parts: Iterable[ScoredRows | None], batch: TrainingBatch) -> torch.Tensor:
     """Return the log-probs of the batch's N `recorded` rows from all ranks: [N, T]; NaN in missing rows."""
-    recorded = torch.full((int((batch[keys.RECORDED] >= 0).sum()), batch[keys.TOKEN_IDS].shape[1]), torch.nan)
+    num_rows, length = int((batch[keys.RECORDED] >= 0).sum()), batch[keys.TOKEN_IDS].shape[1]
+    recorded = np.full((num_rows, length), np.nan, np.float32)
     for part in parts:
         if part is not None:
             recorded[part.rows] = 0
-            recorded[part.rows, : part.values[0].shape[1]] = torch.from_numpy(part.values[0])
-    return recorded
+            recorded[part.rows, : part.values[0].shape[1]] = part.values[0]
+    return torch.from_numpy(recorded)
 
 
 class SentBatch:

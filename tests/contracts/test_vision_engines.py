@@ -90,7 +90,8 @@ class Seeing:
 def seeing(
     request: pytest.FixtureRequest, engine_loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Seeing]:
-    made = Seeing(engine_loop, *request.param, tmp_path_factory.mktemp(request.param[0]))
+    kind, engine = request.param
+    made = Seeing(engine_loop, kind, engine, tmp_path_factory.mktemp(kind))
     yield made
     made.close()
 

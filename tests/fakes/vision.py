@@ -109,5 +109,6 @@ def _make_qwen(text: dict[str, Any], ids: dict[str, int]) -> Any:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128,
               "initializer_range": 0.15, "window_size": 56, "fullatt_block_indexes": [1], "patch_size": 14}  # fmt: skip
-    config = tf.Qwen2_5_VLConfig(vision_config=vision, text_config=text | {"rope_parameters": rope}, **tokens)
+    parts: dict[str, Any] = {"vision_config": vision, "text_config": text | {"rope_parameters": rope}, **tokens}
+    config = tf.Qwen2_5_VLConfig(**parts)
     return tf.Qwen2_5_VLForConditionalGeneration(config)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from nemo_rl.config import loading
 from nemo_rl.launch.reward_model_training import train_reward_model
@@ -135,10 +135,12 @@ def test_experts_of_a_megatron_recipe_train_by_fsdp2_with_frozen_routers(
 ) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(fresh), tmp_path / "experts"
     sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8, "first_k_dense_replace": 0}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
     tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **tokens, num_experts_per_tok=2)).save_pretrained(model)
+    DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **ranks, **experts, **tokens)).save_pretrained(model)
     tokenizer.save_pretrained(model)
     arguments = [*overrides("sft", model, rows), *data_overrides("sft", rows), f"++logger.log_dir={tmp_path}"]
     arguments += ["checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null"]

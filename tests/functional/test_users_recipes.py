@@ -24,7 +24,7 @@ REFUSED = {
     "run_script": r"env\.spelling .*write env\.spelling\.type: .*, and data\.default\.env_name: spelling",
     "own_processor": r"data\.train\.processor = 'spelling_processor'.*known: .*question_answer",
     "megatron_lora": r"policy\.megatron_cfg\.peft\.enabled = True.*policy\.dtensor_cfg\.lora_cfg",
-    "images": r"policy\.is_vlm = True.*only text is trained on",
+    "images": r"policy\.is_vlm = True.*vision recipes of NeMo-RL are not translated",
 }
 RUN = sorted(path.stem for path in DIRECTORY.glob("*.yaml") if path.stem not in REFUSED)
 

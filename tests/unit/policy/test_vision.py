@@ -142,12 +142,13 @@ def test_logprobs_and_gradients_are_those_of_transformers(vision: Vision, is_pac
     own = dict(module.model.named_parameters())
     assert any("vis" in name and float(p.grad.abs().max()) > 1e-3 for name, p in own.items() if p.grad is not None)
     for name, expected in truth.named_parameters():
+        gradient = own[name].grad
         if expected.grad is None:
-            assert own[name].grad is None or not own[name].grad.any(), name
+            assert gradient is None or not gradient.any(), name
             continue
-        assert own[name].grad is not None, name
+        assert gradient is not None, name
         scale = max(1.0, float(expected.grad.abs().max()))
-        torch.testing.assert_close(own[name].grad / scale, expected.grad / scale, atol=TOLERANCE, rtol=0, msg=name)
+        torch.testing.assert_close(gradient / scale, expected.grad / scale, atol=TOLERANCE, rtol=0, msg=name)
 
 
 @torch.no_grad()
