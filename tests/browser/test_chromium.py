@@ -311,7 +311,7 @@ def test_dark_mode_is_remembered(page: Any) -> None:
 
 def test_follow_a_running_step(page: Any, runs: Path) -> None:
     page.goto("/s/exp_002")
-    page.wait_for_function("document.getElementById('live').textContent === 'live'")
+    page.wait_for_selector("#live:text-is('live')")
     follow(page, "details#config summary")
     metrics = {"step": 99, "train/reward": 0.9, "timing/train/total_step_time": 1}
     write_lines(runs / "exp_002" / "metrics.jsonl", [metrics])
@@ -323,7 +323,7 @@ def test_follow_a_running_step(page: Any, runs: Path) -> None:
 def test_the_list_of_rollouts_follows_a_running_step_until_a_filter_is_chosen(page: Any, runs: Path) -> None:
     train = runs / "exp_002" / "rollouts" / "train.jsonl"
     page.goto("/s/exp_002/rollouts/train")
-    page.wait_for_function("document.getElementById('live').textContent === 'live'")
+    page.wait_for_selector("#live:text-is('live')")
     shown = int(page.inner_text("main p[role=status]").split()[0])
     write_lines(train, [rollout(100)])
     page.wait_for_selector(f"text={shown + 1} rollouts")
@@ -398,7 +398,7 @@ def test_follow_a_resumed_run(page: Any, runs: Path) -> None:
     run = runs / "exp_004"
     before = json.loads((run / "run.json").read_text())
     page.goto("/s/exp_004")
-    page.wait_for_function("document.getElementById('live').textContent === 'live'")
+    page.wait_for_selector("#live:text-is('live')")
     assert "Failed" in main_text(page)
     with hold_directory(run, key="run"):
         write_record(run, *before["starts"], {"state": "running", "ended_at": None}, name="long answers")
