@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -401,7 +402,8 @@ def test_follow_a_resumed_run(page: Any, runs: Path) -> None:
     page.wait_for_selector("#live:text-is('live')")
     assert "Failed" in main_text(page)
     with hold_directory(run, key="run"):
-        write_record(run, *before["starts"], {"state": "running", "ended_at": None}, name="long answers")
+        start = {"state": "running", "ended_at": None, "host": socket.gethostname()}
+        write_record(run, *before["starts"], start, name="long answers")
         write_lines(run / "metrics.jsonl", [{"step": 3, "train/reward": 0.9, "timing/train/total_step_time": 1}])
         page.wait_for_selector("a.open:has-text('step 3')")
         page.wait_for_selector("strong:has-text('Running.')")
