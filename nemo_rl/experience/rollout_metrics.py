@@ -33,12 +33,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def baseline_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the percentages of groups whose mean reward is 0, 1, or another: what NeMo-RL calls `baseline_reward`.
 
-    Failed rollouts do not count. Rewards of 0 and 1 alone: groups that are all wrong, all right, and mixed, which are
-    those with a gradient.
+    Rollouts without a reward do not count. Rewards of 0 and 1 alone: groups that are all wrong, all right, and mixed,
+    which are those with a gradient.
     """
     rewards: dict[str, list[float]] = {}
     for trajectory in trajectories:
-        if trajectory.failure is None:
+        if trajectory.failure is None and trajectory.rewards:
             rewards.setdefault(trajectory.group_id, []).append(trajectory.reward)
     if not rewards:
         return {}
