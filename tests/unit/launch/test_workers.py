@@ -232,7 +232,7 @@ def test_vllm_has_its_own_process_where_validation_runs_beside_training(
 
     monkeypatch.setattr(workers, "make_generation", return_section)
     config = recipe(VLLM, "++grpo.val_overlap=true")
-    section: Any = asyncio.run(_open_generation(config, "model", make_layout(config, "cpu"), ()))
+    section: Any = asyncio.run(_open_generation(config, config.policy.model_name, make_layout(config, "cpu"), ()))
     assert section.vllm_cfg.in_process is False
 
 
