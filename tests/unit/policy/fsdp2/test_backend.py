@@ -48,7 +48,7 @@ def test_experts_are_spread_over_ranks_that_divide_them() -> None:
 
 
 def test_experts_of_other_models_stay_together() -> None:
-    with pytest.raises(ConfigError, match=r"'qwen3'; supported: qwen3_moe, mixtral, deepseek_v3; else 1$"):
+    with pytest.raises(ConfigError, match=r"'qwen3'; supported: qwen3_moe, mixtral, deepseek_v3, gpt_oss; else 1$"):
         check_expert_parallel(2, qwen3())
     check_expert_parallel(1, qwen3())
 
