@@ -18,10 +18,8 @@ from nemo_rl.generation.router import ReplicatedGeneration
 from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.trace.bubbles import Bubbles, count_bubbles
 from nemo_rl.trace.planned_engine import PlannedEngine, TrainerState
-from nemo_rl.trace.timeline import Timeline
-from nemo_rl.trace.virtual_time import VirtualTimeLoop
+from nemo_rl.trace.virtual_time import trace_in_virtual_time
 from nemo_rl.trace.workload import ENVIRONMENT, SCORER, PlannedRollout, Workload
-from nemo_rl.tracing import SpanRecord, Tracer, TraceRecord
 from nemo_rl.types import (
     EnvStep,
     GenerationRequest,
@@ -65,28 +63,11 @@ class Planned:
 
 def plan(workload: Workload, schedule: Schedule, *, num_steps: int = 12) -> Planned:
     """Return the bubbles of `num_steps` steps without the first ones, in which the pipeline fills."""
-    sink = _Sink()
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        loop = runner.get_loop()
-        with Tracer([sink], clock_ns=lambda: round(loop.time() * 1e9)):
-            num_tokens = runner.run(_train(workload, schedule, num_steps))
-    bubbles = count_bubbles(Timeline.of_spans(each for each in sink.records if isinstance(each, SpanRecord)))
+    num_tokens, timeline = trace_in_virtual_time(_train(workload, schedule, num_steps))
+    bubbles = count_bubbles(timeline)
     assert bubbles is not None
     counted = num_tokens[-bubbles.num_steps :]
     return Planned(bubbles, sum(counted) / (bubbles.num_steps * bubbles.step_s))
-
-
-class _Sink:
-    """Keeps the records of a trace."""
-
-    def __init__(self) -> None:
-        self.records: list[TraceRecord] = []
-
-    def write(self, records: Sequence[TraceRecord]) -> None:
-        self.records += records
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 async def _train(workload: Workload, schedule: Schedule, num_steps: int) -> list[int]:

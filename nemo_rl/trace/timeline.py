@@ -73,14 +73,15 @@ class Timeline:
         path = run_dir / TRACE_FILE
         if not path.is_file():
             raise ConfigError("RUN", str(run_dir), f"has no {TRACE_FILE}; start it with logger.trace.enabled=true")
+        found = cls.of_spans([])
         try:
-            starts = [
-                cls.of_spans(each for each in records if isinstance(each, SpanRecord)) for records in read_trace(path)
-            ]
+            for records in read_trace(path):
+                start = cls.of_spans(each for each in records if isinstance(each, SpanRecord))
+                if start.steps or not found.steps:
+                    found = start
         except (ValueError, OSError) as error:
             raise ConfigError("RUN", str(run_dir), str(error)) from error
-        whole = [start for start in starts if start.steps]
-        return (whole or starts or [cls.of_spans([])])[-1]
+        return found
 
     @classmethod
     def of_spans(cls, spans: Iterable[SpanRecord]) -> "Timeline":

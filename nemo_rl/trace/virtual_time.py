@@ -2,8 +2,12 @@
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from nemo_rl.trace.timeline import Timeline
+from nemo_rl.tracing import SpanRecord, Tracer, TraceRecord
 
 ResultT = TypeVar("ResultT")
 
@@ -31,6 +35,29 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now
+
+
+def trace_in_virtual_time(work: Coroutine[Any, Any, ResultT]) -> tuple[ResultT, Timeline]:
+    """As `run_in_virtual_time`; return also the timeline of its spans."""
+    records: list[TraceRecord] = []
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        loop = runner.get_loop()
+        with Tracer([_Kept(records)], clock_ns=lambda: round(loop.time() * 1e9)):
+            result = runner.run(work)
+    return result, Timeline.of_spans(each for each in records if isinstance(each, SpanRecord))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A sink that keeps what it is given."""
+
+    records: list[TraceRecord]
+
+    def write(self, records: Sequence[TraceRecord]) -> None:
+        self.records.extend(records)
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
 
 
 def run_in_virtual_time(work: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -39,10 +39,6 @@ class PlannedRollout:
     turns: tuple[PlannedTurn, ...]
     scores_s: Mapping[str, float]  # by scorer
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(turn.num_tokens for turn in self.turns)
-
 
 @dataclass(frozen=True, slots=True)
 class EngineCurve:
@@ -118,6 +114,10 @@ def _tokens(rollout: SpanRecord) -> int:
     return int(rollout.attributes.get("num_sampled_tokens", 0))
 
 
+def _generation(timeline: Timeline, rollout: SpanRecord) -> list[SpanRecord]:
+    return [wait for wait in timeline.waits.get(rollout.span_id, ()) if wait.name == GENERATION]
+
+
 def _waits(timeline: Timeline, rollout: SpanRecord, prefix: str) -> list[SpanRecord]:
     return [wait for wait in timeline.waits.get(rollout.span_id, ()) if wait.name.startswith(prefix)]
 
@@ -156,7 +156,7 @@ def _groups(
 
 def _plan(timeline: Timeline, rollout: SpanRecord, service: Mapping[str, float]) -> PlannedRollout:
     """Return a rollout's size; its tokens are divided among its turns by the time that each was sampled."""
-    generation = _waits(timeline, rollout, GENERATION)
+    generation = _generation(timeline, rollout)
     seconds = [_seconds([wait]) for wait in generation] or [0.0]
     environment = [_seconds([wait]) * service.get(wait.name, 1.0) for wait in _waits(timeline, rollout, ENVIRONMENT)]
     environment += [0.0] * (len(seconds) - len(environment))
@@ -172,7 +172,7 @@ def _plan(timeline: Timeline, rollout: SpanRecord, service: Mapping[str, float])
 
 def _served(timeline: Timeline, num_places: int) -> dict[int, Interval]:
     """Return, by span id, when each request was sampled: the engine begins with the one that has waited longest."""
-    waits = [wait for rollout in timeline.rollouts for wait in _waits(timeline, rollout, GENERATION)]
+    waits = [wait for rollout in timeline.rollouts for wait in _generation(timeline, rollout)]
     ends: list[int] = []  # of what is being sampled
     served = {}
     for wait in sorted(waits, key=lambda wait: (wait.start_ns, wait.lane)):
@@ -192,7 +192,7 @@ def _fit_engine(
     running, policy = _Area(intervals.open_counts(served.values())), _Area(intervals.open_counts(training))
     rows, seconds = [], []
     for rollout in rollouts:
-        requests = [served[wait.span_id] for wait in _waits(timeline, rollout, GENERATION)]
+        requests = [served[wait.span_id] for wait in _generation(timeline, rollout)]
         duration_ns = max(intervals.total(requests), 1)
         beside = sum(running.over(*each) for each in requests) / duration_ns / limits.num_engines
         trained = sum(policy.over(*each) for each in requests) / duration_ns

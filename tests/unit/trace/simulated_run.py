@@ -16,8 +16,8 @@ from nemo_rl.experience.sync_source import SyncSource
 from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.trace.bubbles import Bubbles, count_bubbles
 from nemo_rl.trace.timeline import Timeline
-from nemo_rl.trace.virtual_time import VirtualTimeLoop
-from nemo_rl.tracing import SpanRecord, Tracer, TraceRecord, span
+from nemo_rl.trace.virtual_time import trace_in_virtual_time
+from nemo_rl.tracing import span
 from nemo_rl.types import GenerationRequest
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration, sample
@@ -49,25 +49,9 @@ class Simulated:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Sink:
-    def __init__(self) -> None:
-        self.records: list[TraceRecord] = []
-
-    def write(self, records: Sequence[TraceRecord]) -> None:
-        self.records += records
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
 def simulate(run: Simulated) -> Timeline:
     """Run all steps; return their timeline."""
-    sink = _Sink()
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        loop = runner.get_loop()
-        with Tracer([sink], clock_ns=lambda: round(loop.time() * 1e9)):
-            runner.run(_train(run))
-    return Timeline.of_spans(record for record in sink.records if isinstance(record, SpanRecord))
+    return trace_in_virtual_time(_train(run))[1]
 
 
 def bubbles_of(run: Simulated) -> Bubbles:
