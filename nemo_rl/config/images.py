@@ -19,8 +19,8 @@ class ImagesConfig(Section):
     max_pixels: int = Field(default=2**24, gt=0)  # width times height of an image
 
 
-def check_images(key: str, section: ImagesConfig | None) -> None:
+def check_images(key: str, section: ImagesConfig) -> None:
     """Raise ConfigError for a directory that does not exist."""
-    for name in section.directories if section is not None else ():
+    for name in section.directories:
         if not Path(name).is_dir():
             raise ConfigError(f"{key}.directories", name, f"no such directory (from {Path.cwd()})")

@@ -6,7 +6,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -46,39 +47,45 @@ async def prepare_model(directory: Path, recipe: quickstart.Recipe, *, on_step: 
     Takes half a minute on two CPU cores. The directory appears atomically, also when several processes make it. When
     cancelled, training stops after the current step and the directory is not created.
     """
-    marker = directory / COMPLETE_MARKER
-    if marker.is_file() and marker.read_text() == recipe.text:
+    if _is_made(directory, recipe.text):
         return directory
-    check_writable("NEMO_RL_CACHE", directory)
-    logger.info("training the quickstart model in %s (half a minute, once)", directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    thread, interrupt = PolicyThread("quickstart"), Interrupt()
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+    with _scratch_beside(directory) as scratch:
+        logger.info("training the quickstart model in %s (half a minute, once)", directory)
+        thread, interrupt = PolicyThread("quickstart"), Interrupt()
         try:
             with torch.random.fork_rng(devices=[]):
-                made = await thread.run(_train, recipe, Path(scratch), _StepProgress(on_step), interrupt)
+                made = await thread.run(_train, recipe, scratch, _StepProgress(on_step), interrupt)
         finally:
             interrupt.request()  # if this was cancelled
             thread.close()
-        (made / COMPLETE_MARKER).write_text(recipe.text)
         _move_into_place(made, directory, recipe.text)
     return directory
 
 
 def _prepare_vision_model(directory: Path, seed: int) -> Path:
     """Make `directory` the quickstart's model that sees; a complete one is kept."""
-    text = f"{VISION_MODEL_VERSION}, seed {seed}"
-    marker = directory / COMPLETE_MARKER
-    if marker.is_file() and marker.read_text() == text:
+    recipe = f"{VISION_MODEL_VERSION}, seed {seed}"
+    if _is_made(directory, recipe):
         return directory
+    with _scratch_beside(directory) as scratch:
+        save_model(scratch / "made", seed)
+        _move_into_place(scratch / "made", directory, recipe)
+    return directory
+
+
+def _is_made(directory: Path, recipe: str) -> bool:
+    """Return whether the directory is complete, with the weights of this recipe."""
+    marker = directory / COMPLETE_MARKER
+    return marker.is_file() and marker.read_text() == recipe
+
+
+@contextmanager
+def _scratch_beside(directory: Path) -> Iterator[Path]:
+    """Make a directory on the same disk, for the block."""
     check_writable("NEMO_RL_CACHE", directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
-        made = Path(scratch) / "made"
-        save_model(made, seed)
-        (made / COMPLETE_MARKER).write_text(text)
-        _move_into_place(made, directory, text)
-    return directory
+        yield Path(scratch)
 
 
 def _train(recipe: quickstart.Recipe, scratch: Path, progress: Progress, interrupt: Interrupt) -> Path:
@@ -183,13 +190,10 @@ class _StepProgress(Progress):
 
 
 def _move_into_place(made: Path, directory: Path, recipe: str) -> None:
-    """Rename into place, replacing the model of another recipe; if another process was faster, keep its result."""
-    if (
-        directory.exists()
-        and (directory / COMPLETE_MARKER).is_file()
-        and (directory / COMPLETE_MARKER).read_text() == recipe
-    ):
+    """Mark as complete and rename, replacing the model of another recipe; what a faster process made is kept."""
+    if _is_made(directory, recipe):
         return
+    (made / COMPLETE_MARKER).write_text(recipe)
     if directory.exists():
         shutil.rmtree(directory)
     try:

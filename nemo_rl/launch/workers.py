@@ -23,7 +23,6 @@ from nemo_rl.launch.resolved_run import ResolvedRun
 from nemo_rl.launch.teachers import open_teachers
 from nemo_rl.policy.batch_transfer import bytes_of_step
 from nemo_rl.policy.driver import LocalPolicy, PolicyWorkerGroup
-from nemo_rl.policy.hf_model import load_config
 from nemo_rl.policy.memory import UnknownShapeError
 from nemo_rl.policy.truncation import largest_recorded_set, make_truncation
 from nemo_rl.weight_sync.adapters import num_live_versions
@@ -78,7 +77,7 @@ async def open_workers(run: ResolvedRun, *, log_dir: Path, stack: AsyncExitStack
     reservation = await _open_cluster(config, layout, stack)
     teachers = await open_teachers(run, reservation, log_dir=log_dir, stack=stack)
     slots = [] if reservation is None else [reservation.slot(slot) for slot in layout.engines]
-    start_engines = partial(_open_generation, config, run.policy.path, layout, slots)
+    start_engines = partial(_open_generation, config, run.policy, layout, slots)
     async with _started(start_engines, at_once=layout.is_split) as starting:
         policy = await _open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
         generation = await starting()
@@ -197,23 +196,23 @@ async def _started(
 
 
 async def _open_generation(
-    config: TrainingRunConfig, model_path: str, layout: Layout, slots: "Sequence[ReservedSlot]"
+    config: TrainingRunConfig, policy: ResolvedModel, layout: Layout, slots: "Sequence[ReservedSlot]"
 ) -> Generation:
+    assert policy.config is not None
     beside_training = config.algorithm.samples_beside_training
     section = config.policy.generation.for_layout(layout, samples_beside_training=beside_training)
     length = section.max_model_len or config.policy.max_total_sequence_length
     records = config.policy.router_replay.records
-    of_policy = load_config(model_path, config.policy.hf_config_overrides)
     model = EngineModel(
-        model_path,
+        policy.path,
         config.policy.engine_dtype,
         length,
         layout.device,
         records_routes=records,
         adapters=_adapter_slots(config),
-        vision_type=of_policy.model_type if sees(of_policy) else None,
+        vision_type=policy.config.model_type if sees(policy.config) else None,
     )
-    return await make_generation(section, model, slots=slots, start_timeout_s=config.cluster.start_limit_s(model_path))
+    return await make_generation(section, model, slots=slots, start_timeout_s=config.cluster.start_limit_s(policy.path))
 
 
 def _adapter_slots(config: TrainingRunConfig) -> AdapterSlots | None:

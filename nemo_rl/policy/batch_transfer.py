@@ -110,7 +110,7 @@ def _to_arrays(batch: TensorCollection) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
     items: Iterable[tuple[str, Any]] = batch.items()
     for name, value in items:
-        if is_non_tensor(value):  # its arrays too keep out of the pickled stream
+        if is_non_tensor(value):  # pickled, its arrays beside the stream like all others
             arrays[name] = value.data
         elif isinstance(value, torch.Tensor):
             arrays[name] = (value.detach().cpu().to(_sent_dtype(value)).numpy(), value.dtype)

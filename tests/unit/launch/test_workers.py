@@ -2,9 +2,11 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from nemo_rl.config.collect import CollectRunConfig
 from nemo_rl.config.layout import Layout
@@ -232,7 +234,8 @@ def test_vllm_has_its_own_process_where_validation_runs_beside_training(
 
     monkeypatch.setattr(workers, "make_generation", return_section)
     config = recipe(VLLM, "++grpo.val_overlap=true")
-    section: Any = asyncio.run(_open_generation(config, config.policy.model_name, make_layout(config, "cpu"), ()))
+    policy: Any = SimpleNamespace(path="model", config=LlamaConfig())
+    section: Any = asyncio.run(_open_generation(config, policy, make_layout(config, "cpu"), ()))
     assert section.vllm_cfg.in_process is False
 
 
