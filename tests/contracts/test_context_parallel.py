@@ -22,7 +22,7 @@ from tests.contracts.layouts import CONTEXT, MULTIPLE, assert_near, plain_model
 from tests.contracts.policies import SGD, clones, make_policy, play
 from tests.contracts.rank_pool import RankPool
 from tests.contracts.test_distillation import ask
-from tests.contracts.test_expert_parallel import ADAMW, NO_GRADIENT, plain_loss, plain_names
+from tests.contracts.test_expert_parallel import ADAMW, assert_two_steps_of_adamw, plain_loss, plain_names
 from tests.contracts.test_shared_prefixes import DISTILLATION, WHOLE, assert_same_steps, learn, sharing_batch
 from tests.unit.losses.evaluation import EVERY_OPTION
 from tests.unit.policy.tiny import (
@@ -122,26 +122,11 @@ def test_loss_metrics_and_gradients_are_those_of_one_process(
 def test_two_steps_of_adamw_are_those_of_one_process(layout: str, models: dict[str, Path], pool: RankPool) -> None:
     path = models[MODELS[layout]]
     batch, one = make_sharing_batch(LENGTHS), plain_model(path)
-    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
-    is_noise = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in one.named_parameters()}
-    for _ in range(2):
-        optimizer.zero_grad()
-        plain_loss(one, batch, aux=0.0).backward()
-        norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
-        for name, parameter in one.named_parameters():
-            if parameter.grad is not None:
-                is_noise[name] |= parameter.grad.abs() < NO_GRADIENT
-        optimizer.step()
     calls = [*[("train_step", batch, WeightedNLL())] * 2, ("run_with_weights", clones)]
     config = {"num_samples": len(LENGTHS), "max_grad_norm": 0.5, "optimizer": ADAMW, "train_micro_batch_size": 1}
     recomputed = section_of(layout, activation_checkpointing=True, keep_unsharded=True)
     *_, metrics, weights = on(layout, pool, play, path=path, calls=calls, config=config | recomputed)
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    expected = plain_names(one, {name: p.detach() for name, p in one.named_parameters()})
-    noise = plain_names(one, is_noise)
-    for name, weight in expected.items():
-        difference = (weights[name] - weight).abs().masked_fill(noise[name], 0)
-        assert difference.max() < 1e-5, name
+    assert_two_steps_of_adamw(metrics, weights, one, batch)
 
 
 @pytest.mark.parametrize("layout", ["cp 2", "cp 2 dp 2"])

@@ -141,6 +141,17 @@ def test_two_steps_of_adamw_are_those_of_one_process(
     layout: str, model: str, batching: str, run: Run, expert_models: dict[str, Path]
 ) -> None:
     batch, one = make_sharing_batch(LENGTHS), plain_model(expert_models[model])
+    steps = [("train_step", batch, WeightedNLL())] * 2
+    config = {"num_samples": len(LENGTHS), "max_grad_norm": 0.5, "optimizer": ADAMW, **SEVERAL[batching]}
+    recompute = {"activation_checkpointing": True, "keep_unsharded": batching != "padded"}
+    *_, metrics, weights = run(layout, model, *steps, ("run_with_weights", clones), dtensor_cfg=recompute, **config)
+    assert_two_steps_of_adamw(metrics, weights, one, batch)
+
+
+def assert_two_steps_of_adamw(
+    metrics: dict[str, float], weights: dict[str, torch.Tensor], one: Any, batch: TensorDict
+) -> None:
+    """Check the norm of the second step and the weights after it against those that `one` gets here."""
     optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     is_noise = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in one.named_parameters()}
     for _ in range(2):
@@ -151,10 +162,6 @@ def test_two_steps_of_adamw_are_those_of_one_process(
             if parameter.grad is not None:
                 is_noise[name] |= parameter.grad.abs() < NO_GRADIENT
         optimizer.step()
-    steps = [("train_step", batch, WeightedNLL())] * 2
-    config = {"num_samples": len(LENGTHS), "max_grad_norm": 0.5, "optimizer": ADAMW, **SEVERAL[batching]}
-    recompute = {"activation_checkpointing": True, "keep_unsharded": batching != "padded"}
-    *_, metrics, weights = run(layout, model, *steps, ("run_with_weights", clones), dtensor_cfg=recompute, **config)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     expected = plain_names(one, {name: p.detach() for name, p in one.named_parameters()})
     noise = plain_names(one, is_noise)

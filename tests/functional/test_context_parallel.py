@@ -1,12 +1,11 @@
 """The quickstart with two ranks that share each micro-batch: the steps of one process, and a kill between layouts."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.functional.cli import ROOT, Run, command, environment, run_directory, run_grpo
-from tests.functional.test_interrupt_and_resume import HF, compared, wait_for
+from tests.functional.cli import Run, run_directory, run_grpo
+from tests.functional.test_interrupt_and_resume import HF, compared, kill_at
 
 pytestmark = pytest.mark.timeout(1200)  # three runs one after the other, perhaps beside other work
 
@@ -18,17 +17,9 @@ def test_slices_train_as_one_process_does_and_resume_on_another_layout(tmp_path:
     assert whole.returncode == 0, whole.stderr
     expected = compared(whole)
     checkpoints = tmp_path / "checkpoints"
-    killed = subprocess.Popen(
-        command(*SLICES, f"checkpointing.checkpoint_dir={checkpoints}", f"logger.log_dir={tmp_path / 'killed'}"),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    wait_for((checkpoints / "step_4").exists)
-    killed.kill()
-    killed.wait(timeout=60)
-    ranks = ("policy.dtensor_cfg.data_parallel_size=2", f"checkpointing.checkpoint_dir={checkpoints}")
+    kept, log_dir = f"checkpointing.checkpoint_dir={checkpoints}", f"logger.log_dir={tmp_path / 'killed'}"
+    kill_at(checkpoints / "step_4", *SLICES, kept, log_dir)
+    ranks = ("policy.dtensor_cfg.data_parallel_size=2", kept)
     resumed = run_grpo(tmp_path / "resumed", *HF, *ranks)
     assert resumed.returncode == 0, resumed.stderr
     sliced = Run(0, "", "", run_directory(tmp_path / "killed"))

@@ -40,6 +40,16 @@ def assert_same_steps(resumed: dict[int, tuple[float, ...]], whole: dict[int, tu
             assert abs(value - expected) <= 1e-6 * max(1.0, abs(expected)), (step, values, whole[step])
 
 
+def kill_at(file: Path, *arguments: str) -> None:
+    """Start a run, and kill it once the file exists."""
+    running = subprocess.Popen(
+        command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_for(file.exists)
+    running.kill()
+    running.wait(timeout=60)
+
+
 def wait_for(condition, deadline_s: float = 240.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
@@ -55,16 +65,7 @@ def test_a_killed_run_resumes_to_the_losses_of_an_uninterrupted_one(tmp_path: Pa
 
     checkpoints = tmp_path / "checkpoints"
     arguments = (*HF, f"checkpointing.checkpoint_dir={checkpoints}")
-    killed = subprocess.Popen(
-        command(*arguments, f"logger.log_dir={tmp_path / 'killed'}"),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    wait_for((checkpoints / "step_2").exists)
-    killed.kill()
-    killed.wait(timeout=60)
+    kill_at(checkpoints / "step_2", *arguments, f"logger.log_dir={tmp_path / 'killed'}")
 
     resumed = run_grpo(tmp_path / "resumed", *arguments)
     assert resumed.returncode == 0, resumed.stderr
