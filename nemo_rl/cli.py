@@ -11,6 +11,29 @@ from nemo_rl.command_line import Command, ExitCode, run_command
 from nemo_rl.errors import suggest_name
 
 RECIPES = "nemo_rl.launch.recipe_commands"
+# Words that people type for a verb, of other programs or of their own; a suggestion, never a command.
+OTHER_WORDS = {
+    "train": "grpo",
+    "ppo": "grpo",
+    "rl": "grpo",
+    "distillation": "distill",
+    "finetune": "sft",
+    "evaluate": "eval",
+    "test": "env",
+    "generate": "collect",
+    "rollout": "collect",
+    "tensorboard": "view",
+    "ui": "view",
+    "diff": "compare",
+    "lint": "check",
+    "new": "init",
+    "create": "init",
+    "push": "export",
+    "slurm": "submit",
+    "resume": "run",
+    "explain": "config",
+    "list": "config",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +85,6 @@ VERBS: dict[str, Verb] = {
     "convert": Verb("nemo_rl.compat.convert_command", "CONVERT", "NeMo-RL's checkpoints as Hugging Face directories"),
     "constraints": Verb("nemo_rl.launch.project", "CONSTRAINTS", "the tested versions, for pip and uv"),
     "route": Verb("nemo_rl.jobs.server_router", "ROUTE", "one address for several OpenAI-compatible servers"),
-}
-
-
-# Words that people type for a verb, of other programs or of their own; a suggestion, never a command.
-OTHER_WORDS = {
-    "train": "grpo",
-    "ppo": "grpo",
-    "rl": "grpo",
-    "distillation": "distill",
-    "finetune": "sft",
-    "evaluate": "eval",
-    "test": "env",
-    "generate": "collect",
-    "rollout": "collect",
-    "tensorboard": "view",
-    "ui": "view",
-    "diff": "compare",
-    "lint": "check",
-    "new": "init",
-    "create": "init",
-    "push": "export",
-    "slurm": "submit",
-    "resume": "run",
-    "explain": "config",
-    "list": "config",
 }
 
 

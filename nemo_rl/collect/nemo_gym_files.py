@@ -31,6 +31,8 @@ RESPONSE = "response"
 
 # In an imported row: the fields of Gym's row except its key, so that it is exported unchanged.
 ORIGINAL_GYM_ROW = "nemo_gym"
+# Gym reads with orjson, which refuses a file that contains one.
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,6 @@ class NemoGymFiles:
 
 
 Row = Mapping[str, Any]
-# Gym reads with orjson, which refuses a file that contains one.
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def export_nemo_gym(merged: Path, rollouts: Path) -> NemoGymFiles:

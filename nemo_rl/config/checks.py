@@ -24,6 +24,10 @@ from nemo_rl.config.supervised_runs import (
 from nemo_rl.errors import ConfigError, raise_config_errors, suggest_name
 from nemo_rl.metric_names import ranking_metrics
 
+METRIC_NAME_KEY = "checkpointing.metric_name"
+PAIR_KEYS = ("chosen_key", "rejected_key")  # dataset keys that only preference pairs read
+ROLLOUT_KEYS = ("env_name", "agent_name", "processor")  # those that only rollouts read
+
 
 def check_async(config: TrainingRunConfig) -> None:
     """Raise ConfigError for GRPO that would learn from samples of older weights as if they were the policy's own.
@@ -112,9 +116,6 @@ def check_router_replay(policy: PolicyConfig) -> None:
         raise ConfigError("policy.router_replay.enabled", True, problem)
 
 
-KEY = "checkpointing.metric_name"
-
-
 def check_checkpointing(config: TrainingRunConfig) -> None:
     """Raise ConfigError for a metric of an unknown name, or one that this run never computes.
 
@@ -127,7 +128,7 @@ def check_checkpointing(config: TrainingRunConfig) -> None:
     if metric is None or metric.kind == "train":
         return
     if metric.name.rpartition("/")[2] == "greedy_accuracy" and not config.algorithm.val_greedy:
-        raise ConfigError(KEY, metric.text, f"needs {section}.val_greedy: true")
+        raise ConfigError(METRIC_NAME_KEY, metric.text, f"needs {section}.val_greedy: true")
 
 
 class RankingMetric(NamedTuple):
@@ -154,16 +155,18 @@ def _ranking_metric(
         return None
     kind, _, name = text.partition(":")
     if kind not in ("val", "train") or not name:
-        raise ConfigError(KEY, text, f'must be "val:" or "train:" and a metric\'s name, e.g. "val:{example}"')
+        raise ConfigError(
+            METRIC_NAME_KEY, text, f'must be "val:" or "train:" and a metric\'s name, e.g. "val:{example}"'
+        )
     known = ranking_metrics(kind, section) | (extra if kind == "val" else frozenset())
     if "/" not in name and name not in known:
-        raise ConfigError(KEY, text, f"no such metric{suggest_name(name, known)}")
+        raise ConfigError(METRIC_NAME_KEY, text, f"no such metric{suggest_name(name, known)}")
     if kind == "val" and not config.data.validates:
         return None  # the start warns of it, and keeps the newest checkpoints
     if kind == "val" and "/" in name:
         _check_set_metric(config, text, name, known)
     if kind == "val" and validation.val_period == 0 and not validation.val_at_end:
-        raise ConfigError(KEY, text, f"needs {section}.val_period above 0, or {section}.val_at_end")
+        raise ConfigError(METRIC_NAME_KEY, text, f"needs {section}.val_period above 0, or {section}.val_at_end")
     return RankingMetric(text, kind, name)
 
 
@@ -174,11 +177,13 @@ def _check_set_metric(
     dataset, _, metric = name.rpartition("/")
     sets = name_validation_sets(config.data)
     if metric not in known:
-        raise ConfigError(KEY, text, f"no such metric{suggest_name(metric, known)}")
+        raise ConfigError(METRIC_NAME_KEY, text, f"no such metric{suggest_name(metric, known)}")
     if len(sets) == 1:
-        raise ConfigError(KEY, text, f'{sets[0]} is the only validation dataset: write "val:{metric}"')
+        raise ConfigError(METRIC_NAME_KEY, text, f'{sets[0]} is the only validation dataset: write "val:{metric}"')
     if dataset not in sets:
-        raise ConfigError(KEY, text, f"no such validation dataset; those of data.validation: {', '.join(sets)}")
+        raise ConfigError(
+            METRIC_NAME_KEY, text, f"no such validation dataset; those of data.validation: {', '.join(sets)}"
+        )
 
 
 def _pass_metrics(config: TrainingRunConfig) -> frozenset[str]:
@@ -465,10 +470,6 @@ _TRAINING_CHECKS: tuple[Callable[[TrainingRunConfig], None], ...] = (
     check_teacher_batching,
     _check_replayed_pass,
 )
-
-
-PAIR_KEYS = ("chosen_key", "rejected_key")  # dataset keys that only preference pairs read
-ROLLOUT_KEYS = ("env_name", "agent_name", "processor")  # those that only rollouts read
 
 
 def check_supervised(config: SupervisedRunConfig) -> None:

@@ -18,6 +18,15 @@ nemo-rl config explain KEY                what a key means; finds it by a name o
 nemo-rl config translate FILE             a recipe of NeMo-RL in this project's terms; comments say what was refused
 """
 ALLOW_UNSUPPORTED_HELP = "leave out what is not supported and only concerns layout, scale or speed (NeMo-RL's recipes)"
+LOADERS = {  # functions in config/loading.py
+    "grpo": "load_config",
+    "distill": "load_distillation_config",
+    "sft": "load_sft_config",
+    "dpo": "load_dpo_config",
+    "rm": "load_reward_model_config",
+    "eval": "load_eval_config",
+    "collect": "load_collect_config",
+}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,15 +120,6 @@ def _translate(parsed: argparse.Namespace) -> str:
 
 
 ACTIONS = {"list": _list, "show": _show, "schema": _schema, "explain": _explain, "translate": _translate}
-LOADERS = {  # functions in config/loading.py
-    "grpo": "load_config",
-    "distill": "load_distillation_config",
-    "sft": "load_sft_config",
-    "dpo": "load_dpo_config",
-    "rm": "load_reward_model_config",
-    "eval": "load_eval_config",
-    "collect": "load_collect_config",
-}
 
 
 def verb_of(path: Path) -> str:

@@ -34,6 +34,15 @@ OWN_WORDS = frozenset(
         "hf_config_overrides",
     }
 )
+UNKNOWN_KEY = "unknown key"  # how the problem of one begins
+ERROR_MESSAGES = {
+    "missing": "required, but not set",
+    "model_type": "must be a mapping",
+    "dict_type": "must be a mapping",
+    "list_type": "must be a list",
+}
+SECRET_VALUES = ("cluster", "env_vars")
+PRIORITY_ERROR_TYPES = ("extra_forbidden", "missing")  # a misspelt key explains the missing one
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +151,6 @@ def union_members(annotation: Any) -> Iterator[Any]:
             yield from union_members(option)
     else:
         yield annotation
-
-
-UNKNOWN_KEY = "unknown key"  # how the problem of one begins
-ERROR_MESSAGES = {
-    "missing": "required, but not set",
-    "model_type": "must be a mapping",
-    "dict_type": "must be a mapping",
-    "list_type": "must be a list",
-}
-SECRET_VALUES = ("cluster", "env_vars")
-PRIORITY_ERROR_TYPES = ("extra_forbidden", "missing")  # a misspelt key explains the missing one
 
 
 def make_schema_error(

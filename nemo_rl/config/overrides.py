@@ -22,16 +22,6 @@ from nemo_rl.config.recipe_files import at, is_beyond_float
 from nemo_rl.config.translators import recipe_translators
 from nemo_rl.errors import ConfigError
 
-
-@dataclass(frozen=True, slots=True)
-class Override:
-    """One override, parsed: what its sign asks for, its dotted key and its value."""
-
-    sign: Literal["", "+", "++", "~"]
-    key: str
-    value: Any
-
-
 REPLACE = "_override_"  # set to true: this mapping replaces the one below instead of being merged into it
 # The plain forms, whose meaning in Hydra's grammar needs no parser: a number, a word, a path.
 PLAIN = re.compile(
@@ -42,6 +32,15 @@ FLOAT = re.compile(r"[+-]?(?:0|[1-9]\d*)\.\d+(?:e[+-]?\d+)?|[+-]?[1-9]\d*e[+-]?\
 TEXT = re.compile(r"[A-Za-z_/][\w/-]*(?:\.[A-Za-z_][\w/-]*)*", re.ASCII)
 UNKNOWN = object()
 CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One override, parsed: what its sign asks for, its dotted key and its value."""
+
+    sign: Literal["", "+", "++", "~"]
+    key: str
+    value: Any
 
 
 def merge_layers(base: Any, top: Any) -> Any:

@@ -24,6 +24,9 @@ PackingAlgorithm = Literal[
 ChunkSize = Annotated[int, Field(gt=0)] | Literal["auto"] | None
 CHUNK_TOKENS = 1024
 CHUNK_LOGITS = 2**24  # 64 MiB in float32
+AUTO = "auto"
+BACKEND_SECTIONS = {"megatron": "megatron_cfg", "fsdp2": "dtensor_cfg"}  # "auto" is the first enabled, else the last
+OWN_BACKEND_SECTION = "backend_cfg"
 
 
 def resolve_chunk_size(size: ChunkSize, vocab_size: int) -> int | None:
@@ -159,10 +162,6 @@ class BackendConfig(Section):
 
 
 BackendConfigT = TypeVar("BackendConfigT", bound=BackendConfig)
-
-AUTO = "auto"
-BACKEND_SECTIONS = {"megatron": "megatron_cfg", "fsdp2": "dtensor_cfg"}  # "auto" is the first enabled, else the last
-OWN_BACKEND_SECTION = "backend_cfg"
 
 
 class ParallelModelConfig(Section):

@@ -40,6 +40,14 @@ NUMBER = re.compile(r"[-+]?(?:\d+(?:_\d+)*(?:\.[\d_]*(?:[eE][-+]?\d+)?|[eE][-+]?
 
 # libyaml's loader, ten times as fast, if PyYAML was built with it.
 SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+DOTTED_KEY = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+ARGUMENT = rf"\$\{{{DOTTED_KEY}\}}|(?:0|[1-9]\d*)(?:\.\d+)?"
+REFERENCE = re.compile(rf"\$\{{({DOTTED_KEY})\}}", re.ASCII)
+CALL = re.compile(rf"\$\{{(\w+):({ARGUMENT}),({ARGUMENT})\}}", re.ASCII)
+ENVIRONMENT = "oc.env"  # OmegaConf's resolver
+VARIABLE = re.compile(r"oc\.env:\s*([^\s,{}]+)")
+NOT_PLAIN = re.compile(rf"\$\{{(?!{DOTTED_KEY}\}}|(?:add|mul|div|max):)")  # an interpolation of another form
+MISSING = "???"  # OmegaConf's mark of a value that must be set
 
 
 class _RecipeLoader(SAFE_LOADER):
@@ -191,16 +199,6 @@ def _read_within_limits(key: str, path: Path) -> str:  # one branch per YAML eve
             problem = f"is no recipe: more than {MAX_NODES} values, or nested deeper than {MAX_DEPTH}"
             raise ConfigError(key, where, problem)
     return text
-
-
-KEY = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
-ARGUMENT = rf"\$\{{{KEY}\}}|(?:0|[1-9]\d*)(?:\.\d+)?"
-REFERENCE = re.compile(rf"\$\{{({KEY})\}}", re.ASCII)
-CALL = re.compile(rf"\$\{{(\w+):({ARGUMENT}),({ARGUMENT})\}}", re.ASCII)
-ENVIRONMENT = "oc.env"  # OmegaConf's resolver
-VARIABLE = re.compile(r"oc\.env:\s*([^\s,{}]+)")
-NOT_PLAIN = re.compile(rf"\$\{{(?!{KEY}\}}|(?:add|mul|div|max):)")  # an interpolation of another form
-MISSING = "???"  # OmegaConf's mark of a value that must be set
 
 
 class _NotPlain(Exception):

@@ -32,6 +32,10 @@ SCHEMAS = {
 if importlib.util.find_spec("nemo_rl.jobs") is not None:  # a leaf, which an installation may lack
     SCHEMAS["submit"] = "nemo_rl.jobs.slurm_config:SubmitRunConfig"
 
+FIELD = re.compile(r"    (\w+): ")
+CLASS = re.compile(r"class (\w+)\(")
+PRAGMA = re.compile(r"  # (?:pyright|type|noqa): .*")
+
 
 class KeyExplainer(Protocol):
     """A module that knows the keys of another program's recipes."""
@@ -231,11 +235,6 @@ def meaning(section: type[Section], name: str) -> str:
         if inner.__doc__ and inner.__doc__ != Section.__doc__:
             return re.split(r"(?<=\.)\s", " ".join(inspect.cleandoc(inner.__doc__).split()), maxsplit=1)[0]
     return ""
-
-
-FIELD = re.compile(r"    (\w+): ")
-CLASS = re.compile(r"class (\w+)\(")
-PRAGMA = re.compile(r"  # (?:pyright|type|noqa): .*")
 
 
 @cache

@@ -21,6 +21,12 @@ from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.image_features import PlacedImage
 from nemo_rl.types import Message, MessageLog, TextPart, TokenizedMessage, ToolCall
 
+TEMPLATE_KEY = "policy.tokenizer.chat_template"
+SENTINEL = "nemoRlStandIn"  # letters only: no template escapes or strips them
+PROBE = "nemoRlProbe"
+QUESTION = Message("user", "question")
+PLACEHOLDER_CALL = ToolCall("call00000", "tool", "{}")  # nine letters or digits: Mistral's templates insist
+
 
 class ChatTemplateError(Exception):
     """Failure of a template to render messages; the text says why."""
@@ -99,12 +105,6 @@ def _parse_arguments(text: str) -> Any:
 
 
 AnswerEnd: TypeAlias = Literal["token", "text", "open"]
-
-KEY = "policy.tokenizer.chat_template"
-SENTINEL = "nemoRlStandIn"  # letters only: no template escapes or strips them
-PROBE = "nemoRlProbe"
-QUESTION = Message("user", "question")
-PLACEHOLDER_CALL = ToolCall("call00000", "tool", "{}")  # nine letters or digits: Mistral's templates insist
 
 
 def flat_token_ids(message_log: MessageLog) -> tuple[int, ...]:
@@ -293,7 +293,7 @@ class ChatEncoder:
         try:
             self.encode_prompt((image,))
         except DataError as error:
-            raise ConfigError(KEY, self._template.name, f"images are not rendered: {error}") from error
+            raise ConfigError(TEMPLATE_KEY, self._template.name, f"images are not rendered: {error}") from error
 
     def _render_or_empty(self, messages: Sequence[Message]) -> str:
         try:
@@ -421,7 +421,7 @@ class ChatEncoder:
 
     def _template_error(self, roles: Iterable[str], error: ChatTemplateError) -> ConfigError:
         named = ", ".join(dict.fromkeys(roles))
-        return ConfigError(KEY, self._template.name, f"refuses messages of role {named}: {error}")
+        return ConfigError(TEMPLATE_KEY, self._template.name, f"refuses messages of role {named}: {error}")
 
 
 def _add_missing_calls(sampled: Message, new_messages: Sequence[Message]) -> Message:

@@ -18,6 +18,7 @@ from nemo_rl.config.images import VISION_MODEL_TYPES
 from nemo_rl.image_features import ImageFeatures, ImageTable
 
 MROPE_AXES = 3  # time, height and width
+TILE_ARRAYS = ("pixel_values", "pixel_attention_mask")
 
 
 def sees(config: PreTrainedConfig) -> bool:
@@ -98,9 +99,6 @@ class PatchTower:
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         arrays = {"pixel_values": np.ones((side**2, width), np.float32), "image_grid_thw": np.array([[1, side, side]])}
         return ImageFeatures("", arrays, 0)
-
-
-TILE_ARRAYS = ("pixel_values", "pixel_attention_mask")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,12 @@ VISION_MODEL_VERSION = "1"  # of the weights that a seed gives
 MAX_TOKENS = 64  # in a question with its spelling
 
 OnStep = Callable[[int, int, float], None]  # (steps done, steps in all, loss)
+RECIPES = {
+    "quickstart": quickstart.student,
+    "quickstart-moe": quickstart.experts,
+    "quickstart-teacher": quickstart.teacher,
+    "quickstart-pairs-teacher": quickstart.pairs_teacher,
+}
 
 
 async def prepare_model(directory: Path, recipe: quickstart.Recipe, *, on_step: OnStep | None = None) -> Path:
@@ -201,14 +207,6 @@ def _move_into_place(made: Path, directory: Path, recipe: str) -> None:
     except OSError:
         if not (directory / COMPLETE_MARKER).is_file():
             raise
-
-
-RECIPES = {
-    "quickstart": quickstart.student,
-    "quickstart-moe": quickstart.experts,
-    "quickstart-teacher": quickstart.teacher,
-    "quickstart-pairs-teacher": quickstart.pairs_teacher,
-}
 
 
 async def resolve_model(model_name: str, *, key: str = "policy.model_name") -> str:

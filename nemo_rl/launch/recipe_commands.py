@@ -36,6 +36,9 @@ OUTPUT_DIRECTORIES = (
     "collect.output_dir",
     "eval.output_dir",
 )
+POLICY_KEYS = ("policy.model_name", "policy.max_total_sequence_length", "policy.train_global_batch_size")
+TRAINING_KEYS = ("checkpointing.enabled", "checkpointing.save_period", "logger.wandb_enabled", "cluster.gpus_per_node")
+ROLLOUT_KEYS = ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps", "val_period", "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +283,6 @@ def _plan_reward_model(config: "RewardModelRunConfig") -> str:
     return f"\n{reward_model_memory_plan(config)}\n"
 
 
-POLICY_KEYS = ("policy.model_name", "policy.max_total_sequence_length", "policy.train_global_batch_size")
-TRAINING_KEYS = ("checkpointing.enabled", "checkpointing.save_period", "logger.wandb_enabled", "cluster.gpus_per_node")
-ROLLOUT_KEYS = ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps", "val_period", "seed")
 GRPO_JOB = Job(
     "grpo",
     _train_on_rollouts,
