@@ -12,7 +12,7 @@ from typing import Literal
 TOKENS = "mean over the trained tokens"
 ROLLOUT_ALGORITHMS = frozenset({"grpo", "distillation"})  # algorithms by the key of their section
 # failed rollouts would make a checkpoint look better, or no worse
-NEVER_RANKING = frozenset({"accuracy_without_failed", "greedy_num_failed"})
+NEVER_RANKING = frozenset({"reward_without_failed", "accuracy_without_failed", "greedy_num_failed"})
 POLICY_PHASES = ("policy_and_reference_logprobs", "policy_training")  # of timing/train: the policy computes
 COLLECTION_PHASES = ("generation", "exposed_generation")  # of timing/train: the trainer waits for rollouts
 CHECKPOINT_ONLY_METRICS = frozenset({"train_flops"})  # counts of one step; logged as a rate, performance/train_flops
@@ -66,9 +66,9 @@ SAMPLES = MetricGroup(
     ROLLOUT_ALGORITHMS | {"dpo", "rm"},
     {
         "train/num_valid_samples": "samples of the batch with a weight above 0; pairs in run_dpo.py and run_rm.py",
-        "validation/accuracy": "mean reward at the validation temperature over all rollouts; a failed one counts as "
-        "wrong, with the lowest reward of the others, at most 0. With several datasets the mean over them; in "
-        "run_dpo.py and run_rm.py, the share of pairs whose chosen answer has the higher reward",
+        "validation/accuracy": "share of correct rollouts at the validation temperature: those with a reward of at "
+        "least `val_correct_reward`; a failed one is wrong. With several datasets the mean over them; in run_dpo.py "
+        "and run_rm.py, the share of pairs whose chosen answer has the higher reward",
     },
 )
 REWARDS = MetricGroup(
@@ -183,8 +183,10 @@ TEACHERS = MetricGroup(
     "Teachers, measured once at the start",
     frozenset(),
     {
-        "validation/teacher_accuracy": "mean reward of the teachers (`distillation.val_teacher`)",
-        "validation/teacher_greedy_accuracy": "mean reward of the teachers at temperature 0",
+        "validation/teacher_reward": "mean reward of the teachers (`distillation.val_teacher`)",
+        "validation/teacher_accuracy": "share of correct rollouts of the teachers",
+        "validation/teacher_greedy_reward": "mean reward of the teachers at temperature 0",
+        "validation/teacher_greedy_accuracy": "share of correct rollouts of the teachers at temperature 0",
     },
 )
 ROLLOUTS = MetricGroup(
@@ -218,8 +220,12 @@ VALIDATION = MetricGroup(
     "Validation",
     ROLLOUT_ALGORITHMS,
     {
+        "validation/reward": "mean reward at the validation temperature over all rollouts; a failed one counts as "
+        "wrong, with the lowest reward of the others, at most 0. With several datasets the mean over them",
+        "validation/reward_without_failed": "`reward` over the rollouts that did not fail, if any failed",
         "validation/accuracy_without_failed": "`accuracy` over the rollouts that did not fail, if any failed",
-        "validation/greedy_accuracy": "mean reward at temperature 0 (`grpo.val_greedy`), failed ones counted as wrong",
+        "validation/greedy_reward": "mean reward at temperature 0 (`grpo.val_greedy`), failed ones counted as wrong",
+        "validation/greedy_accuracy": "share of correct rollouts at temperature 0 (`grpo.val_greedy`)",
         "validation/greedy_num_failed": "failed rollouts of that pass, if any",
         "validation/avg_length": "mean sampled tokens of a rollout that did not fail",
         "validation/pass_<k>": "pass@k of the k generations of a prompt, failed ones counted as wrong",

@@ -18,8 +18,8 @@ def write_run(directory: Path, accuracies: Mapping[int, float]) -> Path:
     config = resolved_yaml(load_config(find_recipe("quickstart"), [f"logger.log_dir={directory.parent}"]))
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(config)
-    store = CheckpointStore(CheckpointingConfig(metric_name="val:accuracy"), directory / "checkpoints")
-    lines: list[dict[str, float]] = [{"step": 0, "validation/accuracy": 0.25}]
+    store = CheckpointStore(CheckpointingConfig(metric_name="val:reward"), directory / "checkpoints")
+    lines: list[dict[str, float]] = [{"step": 0, "validation/reward": 0.25, "validation/accuracy": 0.25}]
     for step, accuracy in accuracies.items():
         path = store.begin(step)
         (path / "config.yaml").write_text(config)
@@ -30,7 +30,9 @@ def write_run(directory: Path, accuracies: Mapping[int, float]) -> Path:
                 parameter.mul_(4)  # so that answers differ by their questions
         model.save_pretrained(weights)
         tokenizer.save_pretrained(weights)
-        store.commit(path, TrainingInfo(step, 32 * step, 0, {"val:accuracy": accuracy, "train:reward": accuracy / 2}))
-        lines += [{"step": step, "train/reward": accuracy / 2}, {"step": step, "validation/accuracy": accuracy}]
+        measured = {"val:reward": accuracy, "val:accuracy": accuracy, "train:reward": accuracy / 2}
+        store.commit(path, TrainingInfo(step, 32 * step, 0, measured))
+        validation = {"validation/reward": accuracy, "validation/accuracy": accuracy}
+        lines += [{"step": step, "train/reward": accuracy / 2}, {"step": step, **validation}]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return directory

@@ -16,6 +16,8 @@ from nemo_rl.types import Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
+CORRECT_TOLERANCE = 1e-6  # ten rewards of 0.1 add up to 1 - 1e-16
+
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
@@ -37,22 +39,25 @@ class Validator:
     batch_size: int  # prompts generated at once
     max_samples: int | None  # prompts of each set; None: all
     greedy: bool  # a second pass at temperature 0, one generation a prompt
+    correct_reward: float | None  # lowest reward of a correct rollout; None: accuracy is not measured
 
     async def validate(self) -> ValidationResult:
         """Run every set. A failed rollout counts as a wrong answer, and is counted (`score_rollouts`).
 
-        Metrics: `accuracy` (mean reward), `avg_length` (generated tokens), `pass_<k>` with several generations,
-        `greedy_accuracy`, `num_failed`, and if rollouts failed `accuracy_without_failed` and `greedy_num_failed`; with
-        several sets also `<set>/...` each, and the plain names are means over the sets.
+        Metrics: `reward` (mean), `accuracy` (share of correct rollouts), `avg_length` (generated tokens), `pass_<k>`
+        with several generations, `greedy_reward`, `greedy_accuracy`, `num_failed`, and if rollouts failed
+        `reward_without_failed`, `accuracy_without_failed` and `greedy_num_failed`; with several sets also `<set>/...`
+        each, and the plain names are means over the sets.
         """
         by_set: dict[str, dict[str, float]] = {}
         all_trajectories: list[Trajectory] = []
         for prompt_set in self.prompt_sets:
             prompts = prompt_set.prompts[: self.max_samples]
             sampled = await self._rollouts(prompts, self.num_generations_per_prompt, self.sampling)
-            metrics = sampled_metrics(sampled, self.num_generations_per_prompt)
+            metrics = sampled_metrics(sampled, self.num_generations_per_prompt, self.correct_reward)
             if self.greedy:
-                metrics |= greedy_metrics(await self._rollouts(prompts, 1, self.sampling.greedy()))
+                greedy = await self._rollouts(prompts, 1, self.sampling.greedy())
+                metrics |= greedy_metrics(greedy, self.correct_reward)
             _log_failed(prompt_set.name, metrics)
             by_set[prompt_set.name] = metrics
             all_trajectories += sampled
@@ -85,39 +90,54 @@ def score_rollouts(trajectories: Sequence[Trajectory]) -> list[float]:
     return [wrong if reward is None else reward for reward in rewards]
 
 
-def sampled_metrics(trajectories: Sequence[Trajectory], num_generations: int) -> dict[str, float]:
+def measure_accuracy(trajectories: Sequence[Trajectory], correct_reward: float | None) -> dict[str, float]:
+    """Return `accuracy`, the share of rollouts whose reward is at least `correct_reward`; {} if that is None."""
+    if correct_reward is None:
+        return {}
+    correct = [t.failure is None and t.reward >= correct_reward - CORRECT_TOLERANCE for t in trajectories]
+    return {"accuracy": statistics.fmean(correct)}
+
+
+def sampled_metrics(
+    trajectories: Sequence[Trajectory], num_generations: int, correct_reward: float | None
+) -> dict[str, float]:
     """Return the metrics of one set's sampled pass; `trajectories` has `num_generations` in a row for each prompt."""
     survivors = [t for t in trajectories if t.failure is None]
     scores = score_rollouts(trajectories)
-    metrics = {"num_failed": float(len(trajectories) - len(survivors)), "accuracy": statistics.fmean(scores)}
-    metrics |= response_fault_rates(trajectories)
+    metrics = {"num_failed": float(len(trajectories) - len(survivors)), "reward": statistics.fmean(scores)}
+    metrics |= measure_accuracy(trajectories, correct_reward) | response_fault_rates(trajectories)
     if num_generations > 1:
         starts = range(0, len(scores), num_generations)
         pass_values = [pass_at_k(scores[start : start + num_generations], num_generations) for start in starts]
         metrics[f"pass_{num_generations}"] = statistics.fmean(pass_values)
     metrics["avg_length"] = statistics.fmean(t.num_generated_tokens for t in survivors) if survivors else 0.0
     if survivors and len(survivors) < len(trajectories):
-        metrics["accuracy_without_failed"] = statistics.fmean(t.reward for t in survivors)
+        without = {"reward": statistics.fmean(t.reward for t in survivors)}
+        without |= measure_accuracy(survivors, correct_reward)
+        metrics |= {f"{name}_without_failed": value for name, value in without.items()}
     return metrics
 
 
-def greedy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean reward of the greedy pass, and the number of failed rollouts, which count as wrong, if any."""
+def greedy_metrics(trajectories: Sequence[Trajectory], correct_reward: float | None) -> dict[str, float]:
+    """Return mean reward and accuracy of the greedy pass, and the number of failed rollouts, if any."""
     num_failed = sum(t.failure is not None for t in trajectories)
-    metrics = {"greedy_accuracy": statistics.fmean(score_rollouts(trajectories))}
-    return metrics | ({"greedy_num_failed": float(num_failed)} if num_failed else {})
+    metrics = {"reward": statistics.fmean(score_rollouts(trajectories))}
+    metrics |= measure_accuracy(trajectories, correct_reward) | (
+        {"num_failed": float(num_failed)} if num_failed else {}
+    )
+    return {f"greedy_{name}": value for name, value in metrics.items()}
 
 
 def _log_failed(name: str, metrics: Mapping[str, float]) -> None:
     """Log one line if rollouts of the set failed."""
     num_failed = int(metrics["num_failed"]), int(metrics.get("greedy_num_failed", 0))
     if any(num_failed):
-        without = metrics.get("accuracy_without_failed")
+        without = metrics.get("reward_without_failed")
         logger.warning(
-            "validation set %s: %d failed rollouts count as wrong (greedy pass: %d): accuracy %.4f%s",
+            "validation set %s: %d failed rollouts count as wrong (greedy pass: %d): reward %.4f%s",
             name or "(no name)",
             *num_failed,
-            metrics["accuracy"],
+            metrics["reward"],
             "" if without is None else f", without them {without:.4f}",
         )
 

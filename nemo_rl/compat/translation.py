@@ -337,9 +337,10 @@ def _remove_empty_truncation(config: dict[str, Any], report: Report) -> None:
 def _name_metric(config: dict[str, Any], report: Report) -> None:
     section = config.get("checkpointing")
     metric = section.get("metric_name") if isinstance(section, dict) else None
-    is_renamed = report.release is not None or any(family in config for family in SUPERVISED)
-    if isinstance(section, dict) and isinstance(metric, str) and is_renamed:
-        section["metric_name"] = load_table("releases")["metrics"].get(metric, metric)
+    is_supervised, table = any(family in config for family in SUPERVISED), load_table("releases")
+    if isinstance(section, dict) and isinstance(metric, str) and (report.release is not None or is_supervised):
+        names = table["metrics"] | ({} if is_supervised else table["rollout_metrics"])
+        section["metric_name"] = names.get(metric, metric)
 
 
 def _refuse_teacher_list(config: dict[str, Any], report: Report) -> None:

@@ -127,8 +127,12 @@ def check_checkpointing(config: TrainingRunConfig) -> None:
     metric = _ranking_metric(config, config.algorithm, section, extra, "accuracy")
     if metric is None or metric.kind == "train":
         return
-    if metric.name.rpartition("/")[2] == "greedy_accuracy" and not config.algorithm.val_greedy:
+    name = metric.name.rpartition("/")[2]
+    if name.startswith("greedy_") and not config.algorithm.val_greedy:
         raise ConfigError(METRIC_NAME_KEY, metric.text, f"needs {section}.val_greedy: true")
+    if name.endswith("accuracy") and config.algorithm.val_correct_reward is None:
+        problem = f"needs {section}.val_correct_reward; for the mean reward write val:reward"
+        raise ConfigError(METRIC_NAME_KEY, metric.text, problem)
 
 
 class RankingMetric(NamedTuple):

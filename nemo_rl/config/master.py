@@ -127,7 +127,8 @@ class RolloutTrainingConfig(Section):
     val_temperature: float | None = Field(default=None, ge=0, le=2)  # None: the training temperature
     val_top_p: float | None = Field(default=None, gt=0, le=1)  # None: the training's
     val_top_k: int | None = Field(default=None, gt=0)  # None: the training's
-    val_greedy: bool = False  # a second, greedy pass: validation/greedy_accuracy
+    val_greedy: bool = False  # a second, greedy pass: validation/greedy_reward and greedy_accuracy
+    val_correct_reward: float | None = 1.0  # lowest reward of a correct rollout; None: no validation/accuracy
 
     @property
     def num_samples_per_step(self) -> int:

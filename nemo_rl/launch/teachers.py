@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REPORTED_METRICS = ("accuracy", "greedy_accuracy")
+REPORTED_METRICS = ("reward", "accuracy", "greedy_reward", "greedy_accuracy")
 
 
 async def open_teachers(
@@ -86,7 +86,7 @@ async def _open_teacher(
 
 
 async def validate_teachers(run: ResolvedRun, dependencies: RolloutDependencies) -> dict[str, float]:
-    """Return `validation/teacher_accuracy`, and the greedy one if configured: means over the teachers.
+    """Return `validation/teacher_<metric>` for each of REPORTED_METRICS that is configured: means over the teachers.
 
     Each teacher answers the prompts of its own tasks, sampled by the hf engine in this process; served teachers and the
     tasks of agents are excluded.

@@ -125,4 +125,5 @@ def make_validator(
         batch_size=algorithm.val_batch_size,
         max_samples=algorithm.max_val_samples,
         greedy=algorithm.val_greedy,
+        correct_reward=algorithm.val_correct_reward,
     )

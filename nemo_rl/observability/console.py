@@ -43,6 +43,7 @@ STEP_METRICS = {  # shown while training, by a short name: those that are left o
     "loss": "loss",
     "grad_norm": "grad_norm",
 }
+VALIDATION_METRICS = ("reward", "accuracy", "greedy_accuracy", "avg_length")  # come first in its line
 LINE_WIDTH = 119  # characters of a log line, its time, level and logger included
 PHASES = {  # of a step, by a short name
     "generation": "generation",
@@ -208,8 +209,9 @@ class Progress:
         """Report a validation; `rows` are a few of its rollouts."""
         self._rollouts = 0
         heartbeat.record()
-        head = f"validation after step {step} |"
-        logger.info("%s %s", head, format_metrics(metrics, room=ROOM - len(head)))
+        head = f"validation after step {step} | "
+        ordered = {name: metrics[name] for name in (*VALIDATION_METRICS, *metrics) if name in metrics}
+        logger.info("%s%s", head, format_metrics(ordered, room=ROOM - len(head)))
         if rows:
             self._show(make_sample_table(columns, rows, title=f"validation after step {step}"))
 

@@ -9,23 +9,23 @@ from pathlib import Path
 CURVE_WIDTH = 72  # columns
 CURVE_HEIGHT = 16  # lines
 LINE_MARK = "•"
-ACCURACY_MARK = "◆"
+VALIDATION_MARK = "◆"
 
 
 def plot_reward_curve(
     rewards: Mapping[int, float],
-    accuracies: Mapping[int, float] | None = None,
+    validation_rewards: Mapping[int, float] | None = None,
     *,
     width: int = CURVE_WIDTH,
     height: int = CURVE_HEIGHT,
 ) -> str:
-    """Return a plain-text plot of the mean reward of each training step and of validation accuracies.
+    """Return a plain-text plot of the mean reward of each training step and of each validation.
 
     Values that are not finite are dropped; with fewer than two points the result is "".
     """
     rewards = _drop_nonfinite(rewards)
-    accuracies = _drop_nonfinite(accuracies or {})
-    if len({*rewards, *accuracies}) < 2:
+    validation_rewards = _drop_nonfinite(validation_rewards or {})
+    if len({*rewards, *validation_rewards}) < 2:
         return ""
     import plotext  # draws on one figure of its module
 
@@ -33,17 +33,15 @@ def plot_reward_curve(
     figure.clear()
     figure.plot_size(width, height)
     figure.theme("colorless")
-    for values, mark in ((rewards, LINE_MARK), (accuracies, ACCURACY_MARK)):
+    for values, mark in ((rewards, LINE_MARK), (validation_rewards, VALIDATION_MARK)):
         if values:
             signal = figure.signal(list(values), list(values.values()), marker=mark)
             figure.draw(signal.lines() if mark == LINE_MARK else signal)
-    if all(0 <= value <= 1 for value in [*rewards.values(), *accuracies.values()]):
+    if all(0 <= value <= 1 for value in [*rewards.values(), *validation_rewards.values()]):
         figure.ruler("y").lim(0, 1)
-    figure.ruler("x").ticks(_choose_ticks({*rewards, *accuracies}))
-    legend = [f"{LINE_MARK} training reward"] * bool(rewards) + [f"{ACCURACY_MARK} validation accuracy"] * bool(
-        accuracies
-    )
-    figure.title("   ".join(legend))
+    figure.ruler("x").ticks(_choose_ticks({*rewards, *validation_rewards}))
+    named = ((rewards, f"{LINE_MARK} training reward"), (validation_rewards, f"{VALIDATION_MARK} validation reward"))
+    figure.title("   ".join(name for values, name in named if values))
     figure.label("step")
     lines = figure.build().string(colorless=True).splitlines()
     figure.clear()
@@ -72,9 +70,15 @@ def format_summary(
 
 def summarize_rewards(metrics_path: Path) -> str:
     """Return the curve and the first and last of the rewards and accuracies in `metrics.jsonl`; "" without any."""
-    rewards, accuracies = (read_metric(metrics_path, name) for name in ("train/reward", "validation/accuracy"))
-    parts = [plot_reward_curve(rewards, accuracies), _format_first_and_last("Training reward", rewards)]
-    return "\n".join(filter(None, [*parts, _format_first_and_last("Validation accuracy", accuracies)]))
+    names = ("train/reward", "validation/reward", "validation/accuracy")
+    rewards, validation_rewards, accuracies = (read_metric(metrics_path, name) for name in names)
+    parts = [
+        plot_reward_curve(rewards, validation_rewards),
+        _format_first_and_last("Training reward", rewards),
+        _format_first_and_last("Validation reward", validation_rewards),
+        _format_first_and_last("Validation accuracy", accuracies),
+    ]
+    return "\n".join(filter(None, parts))
 
 
 def summarize_losses(metrics_path: Path) -> str:

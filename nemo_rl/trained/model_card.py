@@ -15,8 +15,9 @@ RECIPE_FILE = "training_recipe.yaml"
 PUBLISHED_SECTIONS = ("grpo", "distillation", "sft", "dpo", "loss_fn", "reward_penalties", "policy")
 PRIVATE_KEYS = ("vllm_kwargs", "backend_cfg", "server", "env_vars")  # of these sections: they may hold anything
 NUM_CURVE_ROWS = 12
-CURVES = {"train/reward": "reward", "validation/accuracy": "accuracy", "validation/greedy_accuracy": "greedy accuracy",
-          "train/loss": "loss", "train/mean_gen_tokens_per_sample": "tokens a response"}  # fmt: skip
+CURVES = {"train/reward": "reward", "validation/reward": "validation reward", "validation/accuracy": "accuracy",
+          "validation/greedy_accuracy": "greedy accuracy", "train/loss": "loss",
+          "train/mean_gen_tokens_per_sample": "tokens a response"}  # fmt: skip
 
 
 def format_recipe(trained: TrainedModel) -> str:

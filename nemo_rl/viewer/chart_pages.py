@@ -25,8 +25,8 @@ MAX_SMOOTHING = 0.99
 Resolve: TypeAlias = Callable[[str], str | None]  # the link to an address; None for a page that does not exist
 Drawing: TypeAlias = Callable[[Resolve], Markup]
 DEFAULT_METRICS = (
-    *("train/reward", "validation/accuracy", "train/mean_gen_tokens_per_sample", "train/truncation_rate"),
-    *("train/approx_entropy", "train/loss", "train/grad_norm", "timing/train/total_step_time"),
+    *("train/reward", "validation/reward", "validation/accuracy", "train/mean_gen_tokens_per_sample"),
+    *("train/truncation_rate", "train/approx_entropy", "train/loss", "train/grad_norm", "timing/train/total_step_time"),
 )
 
 

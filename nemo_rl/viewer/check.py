@@ -203,7 +203,7 @@ def _reward_flat(evidence: Evidence) -> RunFinding | None:
     if trend is None or evidence.is_solved or not any(evidence.finite("train/reward")):
         return None
     spread = evidence.highest_reward or 1.0
-    validation = evidence.finite("validation/accuracy")
+    validation = evidence.finite("validation/reward")
     if len(validation) > 1 and validation[-1] - validation[0] > 0.02:
         return None
     if abs(trend.change) > max(2 * trend.error, 0.01 * abs(spread)):
@@ -286,11 +286,11 @@ def _length_hacking(evidence: Evidence) -> RunFinding | None:
     length, reward = evidence.trend("train/mean_gen_tokens_per_sample"), evidence.trend("train/reward")
     if length is None or not (length.last > 2 * length.first and length.rises(by=20)):
         return None
-    validation = evidence.finite("validation/accuracy")
+    validation = evidence.finite("validation/reward")
     gained = validation[-1] - validation[0] > 0.02 if len(validation) > 1 else reward is not None and reward.rises()
     if gained:
         return None
-    what = "validation accuracy" if len(validation) > 1 else "the reward"
+    what = "the validation reward" if len(validation) > 1 else "the reward"
     text = f"answers grew from {_number(length.first)} to {_number(length.last)} tokens, and {what} did not improve"
     return RunFinding("length_hacking", "alarm", text, (evidence.rollouts_link("longest", sort="-tokens"),))
 
@@ -304,7 +304,7 @@ def _entropy_collapse(evidence: Evidence) -> RunFinding | None:
 
 
 def _validation_apart(evidence: Evidence) -> RunFinding | None:
-    trend, validation = evidence.trend("train/reward"), evidence.finite("validation/accuracy")
+    trend, validation = evidence.trend("train/reward"), evidence.finite("validation/reward")
     if trend is None or len(validation) < 3 or not trend.rises(by=0.02):
         return None
     best, last = max(validation), validation[-1]
@@ -312,7 +312,7 @@ def _validation_apart(evidence: Evidence) -> RunFinding | None:
     noise = math.sqrt(0.5 / max(num_rollouts, 16))  # upper bound for a difference of two shares
     if best - last <= max(0.05, 2 * noise):
         return None
-    fall = f"validation accuracy fell from {_number(best)} to {_number(last)}"
+    fall = f"validation reward fell from {_number(best)} to {_number(last)}"
     text = f"training reward rose to {_number(trend.last)}, {fall}"
     return RunFinding("validation_apart", "alarm", text, (("validation", f"/s/{evidence.source.id}/validation"),))
 

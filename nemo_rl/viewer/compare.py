@@ -21,8 +21,9 @@ CONFIDENCE_Z = 1.959964  # bounds the middle 95% of a normal distribution
 SMALL_QUANTILES = (12.7062, 4.30265, 3.18245, 2.77645)  # 97.5% of Student's t with 1 to 4 degrees of freedom
 MAX_CONFIG_DIFFERENCES = 500
 METRICS = (
-    *("train/reward", "validation/accuracy", "validation/greedy_accuracy", "train/mean_gen_tokens_per_sample"),
-    *("train/truncation_rate", "train/approx_entropy", "train/token_mult_prob_error", "train/loss"),
+    *("train/reward", "validation/reward", "validation/greedy_reward", "validation/accuracy"),
+    *("validation/greedy_accuracy", "train/mean_gen_tokens_per_sample", "train/truncation_rate"),
+    *("train/approx_entropy", "train/token_mult_prob_error", "train/loss"),
     *("train/grad_norm", "timing/train/total_step_time", "performance/tokens_per_sec"),
 )
 

@@ -24,9 +24,10 @@ MAX_K = 64  # highest k of pass@k
 CURVES: tuple[tuple[str, Mapping[str, str], float | None], ...] = (
     (
         "Reward",
-        {"train": "train/reward", "validation": "validation/accuracy", "greedy": "validation/greedy_accuracy"},
+        {"train": "train/reward", "validation": "validation/reward", "greedy": "validation/greedy_reward"},
         None,
     ),
+    ("Accuracy", {"validation": "validation/accuracy", "greedy": "validation/greedy_accuracy"}, None),
     (
         "Response length (tokens)",
         {"mean": "train/mean_gen_tokens_per_sample", "longest": "train/max_gen_tokens_per_sample"},

@@ -134,8 +134,8 @@ RENAMED = {
     "env.nemo_gym.thinking_tags": "reward_penalties.thinking_tags",
     "env.nemo_gym.invalid_tool_call_patterns": "reward_penalties.invalid_tool_call_patterns",
 }
-METRICS = {"val:val_loss": "val:loss", "val_loss": "val:loss", "val_reward": "val:accuracy",
-           "val:val_reward": "val:accuracy", "val:total_reward/mean": "val:accuracy"}  # fmt: skip
+METRICS = {"val:val_loss": "val:loss", "val_loss": "val:loss", "val_reward": "val:reward",
+           "val:val_reward": "val:reward", "val:total_reward/mean": "val:reward"}  # fmt: skip
 # Keys by whose values nothing is learnt otherwise: where things run and are written, kernels, ports, displays, caches;
 # what only other backends or engines read; or nothing reads in any release.
 INERT = (
@@ -317,6 +317,8 @@ def _metric(meaning: Meaning, value: Any) -> bool:
         return isinstance(ours, str) and ours.startswith("val:") and match[1].endswith(re.split("[:/]", ours)[-1])
     if meaning.family == "rm" and value == "val:accuracy":
         return ours == "val:pair_accuracy"
+    if meaning.family in ("grpo", "distillation") and value == "val:accuracy":
+        return ours == "val:reward"
     return ours == METRICS.get(value, value)
 
 

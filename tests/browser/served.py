@@ -85,7 +85,7 @@ def _metrics(step: int, gain: float) -> dict[str, Any]:
         "timing/train/total_step_time": 2.0,
         "timing/train/generation": 1.2,
         "timing/train/policy_training": 0.8,
-        **({"validation/accuracy": 0.25 + step / 20} if step % 6 == 0 else {}),
+        **({f"validation/{name}": 0.25 + step / 20 for name in ("reward", "accuracy")} if step % 6 == 0 else {}),
     }
 
 

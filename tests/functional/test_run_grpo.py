@@ -177,7 +177,7 @@ def test_conversations_of_several_turns_are_trained_on_as_they_were_sampled(tmp_
     )
     assert run.returncode == 0, run.stdout + run.stderr
     metrics = run.metrics()[1]
-    assert metrics["train/avg_turns_per_sample"] == metrics["train/reward"] == metrics["validation/accuracy"] == 3
+    assert metrics["train/avg_turns_per_sample"] == metrics["train/reward"] == metrics["validation/reward"] == 3
     assert metrics["train/mean_env_tokens_per_sample"] > 0
     # 1e-5 is rounding; a token of the past that was made anew, or one under a wrong mask, gives tenths.
     assert metrics["train/max_logprob_error"] <= 1e-3

@@ -19,7 +19,9 @@ def test_every_plain_train_metric_in_the_table_may_rank_the_checkpoints_of_some_
 def test_algorithms_rank_by_metrics_of_their_own() -> None:
     assert "forward_kl" in ranking_metrics("train", "distillation")
     assert "forward_kl" not in ranking_metrics("train", "grpo")
-    assert {"accuracy", "greedy_accuracy", "avg_length", "num_failed"} == ranking_metrics("val", "grpo")
+    assert {"reward", "greedy_reward", "accuracy", "greedy_accuracy", "avg_length", "num_failed"} == ranking_metrics(
+        "val", "grpo"
+    )
     assert ranking_metrics("val", "sft") == {"loss"}
 
 

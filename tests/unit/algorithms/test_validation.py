@@ -30,6 +30,7 @@ def validator(
     max_samples: int | None = None,
     greedy: bool = False,
     sampling: SamplingParams = SAMPLING,
+    correct_reward: float | None = 1.0,
 ) -> Validator:
     """`prompt_sets` gives each set the tasks of its prompts."""
     sets = tuple(PromptSet(n, tuple(prompt(i, task) for i, task in enumerate(t))) for n, t in prompt_sets.items())
@@ -42,6 +43,7 @@ def validator(
         batch_size=batch_size,
         max_samples=max_samples,
         greedy=greedy,
+        correct_reward=correct_reward,
     )
 
 
@@ -85,8 +87,8 @@ def test_max_samples_limits_the_prompts_of_each_set() -> None:
     sets = {"one": ["game"] * 5, "two": ["game"] * 2}
     result = validate(validator(sets, {"game": environment}, max_samples=3))
     assert call_sizes(environment) == [3, 2]
-    assert result.metrics["one/accuracy"] == 1.0
-    assert result.metrics["two/accuracy"] == 0.5
+    assert result.metrics["one/reward"] == 1.0
+    assert result.metrics["two/reward"] == 0.5
 
 
 def test_the_greedy_pass_asks_once_a_prompt_at_temperature_0() -> None:
@@ -103,7 +105,7 @@ def test_the_greedy_pass_asks_once_a_prompt_at_temperature_0() -> None:
     result = validate(with_greedy)
     drawn = [(r.sampling.temperature, r.sampling.top_p, r.sampling.top_k) for r in generation.requests]
     assert drawn == [(0.7, 0.9, 5)] * 6 + [(0.0, 1.0, -1)] * 2
-    assert result.metrics["greedy_accuracy"] == 0.5
+    assert (result.metrics["greedy_reward"], result.metrics["greedy_accuracy"]) == (0.5, 0.5)
     assert len(result.trajectories) == 6  # of the sampled pass alone
 
 
@@ -123,11 +125,11 @@ def test_failed_rollouts_count_as_wrong(caplog: pytest.LogCaptureFixture) -> Non
 
     result = validate(validator({"one": ["game"] * 3}, {"game": FakeEnvironment(answer)}))
     assert result.metrics["num_failed"] == 1.0
-    assert result.metrics["accuracy"] == 1.0
-    assert result.metrics["accuracy_without_failed"] == 1.5
+    assert (result.metrics["reward"], result.metrics["reward_without_failed"]) == (1.0, 1.5)
+    assert (result.metrics["accuracy"], result.metrics["accuracy_without_failed"]) == (pytest.approx(2 / 3), 1.0)
     assert len(result.trajectories) == 3
     assert caplog.messages[-1] == (
-        "validation set one: 1 failed rollouts count as wrong (greedy pass: 0): accuracy 1.0000, without them 1.5000"
+        "validation set one: 1 failed rollouts count as wrong (greedy pass: 0): reward 1.0000, without them 1.5000"
     )
 
 
@@ -142,7 +144,8 @@ def test_five_right_answers_and_95_timeouts_are_an_accuracy_of_5_percent(is_fail
 
     sets = {"one": ["game"] * 100}
     metrics = validate(validator(sets, {"game": FakeEnvironment(answer)}, num_generations=2, greedy=True)).metrics
-    assert metrics["accuracy"] == metrics["pass_2"] == metrics["greedy_accuracy"] == pytest.approx(0.05)
+    shares = [metrics[name] for name in ("reward", "accuracy", "pass_2", "greedy_reward", "greedy_accuracy")]
+    assert shares == [pytest.approx(0.05)] * 5
     if is_failure:
         assert (metrics["num_failed"], metrics["greedy_num_failed"]) == (190.0, 95.0)
         assert metrics["accuracy_without_failed"] == 1.0
@@ -160,31 +163,39 @@ def test_a_failure_is_no_better_than_the_worst_answer() -> None:
 def test_a_validation_in_which_all_fails_has_accuracy_0() -> None:
     generation = FakeGeneration(failing_share=1.0)
     result = validate(validator({"one": ["game"] * 2}, {"game": FakeEnvironment()}, generation, greedy=True))
-    expected = {"num_failed": 2, "accuracy": 0, "avg_length": 0, "greedy_accuracy": 0, "greedy_num_failed": 2}
-    assert result.metrics == expected
+    zeros = dict.fromkeys(("reward", "accuracy", "avg_length", "greedy_reward", "greedy_accuracy"), 0)
+    assert result.metrics == {"num_failed": 2, "greedy_num_failed": 2, **zeros}
 
 
 # ---- metrics
 
 
-def test_accuracy_is_the_mean_reward_and_length_the_mean_of_sampled_tokens() -> None:
-    trajectories = [make_trajectory(1.0, num_generated=2), make_trajectory(0.5, num_generated=5)]
-    assert sampled_metrics(trajectories, 1) == {"num_failed": 0.0, "accuracy": 0.75, "avg_length": 3.5}
+def test_reward_is_the_mean_and_accuracy_the_share_of_correct_rollouts() -> None:
+    trajectories = [make_trajectory(1.08, num_generated=2), make_trajectory(1.0, num_generated=5)]
+    rest = {"num_failed": 0.0, "avg_length": 3.5}
+    assert sampled_metrics(trajectories, 1, 1.0) == {"reward": 1.04, "accuracy": 1.0, **rest}
+    assert sampled_metrics(trajectories, 1, 1.05) == {"reward": 1.04, "accuracy": 0.5, **rest}
+    assert sampled_metrics(trajectories, 1, None) == {"reward": 1.04, **rest}
+    assert greedy_metrics(trajectories, 1.05) == {"greedy_reward": 1.04, "greedy_accuracy": 0.5}
+
+
+def test_a_reward_summed_from_parts_is_correct_in_spite_of_rounding() -> None:
+    assert sampled_metrics([make_trajectory(sum([0.1] * 10))], 1, 1.0)["accuracy"] == 1.0
 
 
 def test_pass_at_k_is_the_mean_over_prompts_of_their_best_answer() -> None:
     trajectories = [make_trajectory(reward) for reward in (0.0, 1.0, 0.0, 0.0)]
-    assert sampled_metrics(trajectories, 2)["pass_2"] == 0.5
+    assert sampled_metrics(trajectories, 2, 1.0)["pass_2"] == 0.5
 
 
 def test_pass_at_k_counts_failures_as_wrong_answers() -> None:
     trajectories = [make_trajectory(reward) for reward in (None, 1.0, None, None, 0.0, 0.0)]
-    assert sampled_metrics(trajectories, 2)["pass_2"] == pytest.approx(1 / 3)
+    assert sampled_metrics(trajectories, 2, 1.0)["pass_2"] == pytest.approx(1 / 3)
 
 
 def test_response_faults_are_shares_of_all_rollouts_and_of_no_rollout_in_a_set_without_them() -> None:
     faulty = replace(make_trajectory(0.0), response_faults=("verifier_timeout",))
-    metrics = sampled_metrics([faulty, make_trajectory(1.0), make_trajectory(1.0), make_trajectory(None)], 1)
+    metrics = sampled_metrics([faulty, make_trajectory(1.0), make_trajectory(1.0), make_trajectory(None)], 1, 1.0)
     assert metrics["response_faults/verifier_timeout"] == 0.25
     of_two = average_over_sets({"one": {"response_faults/verifier_timeout": 0.25}, "two": {}})
     assert of_two["response_faults/verifier_timeout"] == 0.125
@@ -192,8 +203,8 @@ def test_response_faults_are_shares_of_all_rollouts_and_of_no_rollout_in_a_set_w
 
 
 def test_greedy_accuracy_counts_failures_as_wrong_answers() -> None:
-    metrics = greedy_metrics([make_trajectory(None), make_trajectory(1.0)])
-    assert metrics == {"greedy_accuracy": 0.5, "greedy_num_failed": 1.0}
+    metrics = greedy_metrics([make_trajectory(None), make_trajectory(1.0)], 1.0)
+    assert metrics == {"greedy_reward": 0.5, "greedy_accuracy": 0.5, "greedy_num_failed": 1.0}
 
 
 def test_one_set_keeps_plain_names() -> None:

@@ -295,7 +295,7 @@ def test_a_recipe_of_nemo_rl_for_nemo_gym_loads(load: Load, tmp_path: Path) -> N
     assert isinstance(config.data.validation, list)
     assert (config.data.validation[0].dataset_name, config.data.validation[0].repeat) == ("nemo_gym", 4)
     assert set(config.env) == {"math", "nemo_gym"}
-    assert config.checkpointing.metric_name == "val:accuracy"
+    assert config.checkpointing.metric_name == "val:reward"
     assert config.reward_penalties.enabled == ("penalize_unwanted_tokens", "penalize_malformed_think_tag")
 
 

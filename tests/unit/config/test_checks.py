@@ -290,6 +290,8 @@ def test_what_has_a_meaning_is_accepted(load: Load, overrides: list[str]) -> Non
         ("val:accuracy", [VALIDATION, NO_END, "grpo.val_period=0"], "grpo.val_period"),
         ("val:greedy_accuracy", [VALIDATION], "grpo.val_greedy: true"),
         ("val:gsm8k/greedy_accuracy", [VALIDATIONS], "grpo.val_greedy: true"),
+        ("val:greedy_reward", [VALIDATION], "grpo.val_greedy: true"),
+        ("val:accuracy", [VALIDATION, "grpo.val_correct_reward=null"], "write val:reward"),
         ("val:gsm8k/accuracy", [VALIDATION], 'gsm8k is the only validation dataset: write "val:accuracy"'),
         ("val:gsm8k/accurcy", [VALIDATIONS], r"did you mean accuracy\?"),
         ("val:math/accuracy", [VALIDATIONS], "no such validation dataset; .*: gsm8k, gsm8k_2"),

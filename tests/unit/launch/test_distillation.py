@@ -69,7 +69,7 @@ def test_training_scores_each_rollout_alone_and_validation_all_in_one_call(
     assert Counter(Counting.calls)[1] >= 3 * 6  # background collection may be ahead
     assert set(Counting.calls) == {1, 6}
     assert find_undocumented(name for step in metrics.values() for name in step if "/" in name) == []
-    assert {"validation/teacher_accuracy", "validation/accuracy"} <= metrics[0].keys()
+    assert {"validation/teacher_reward", "validation/teacher_accuracy", "validation/reward"} <= metrics[0].keys()
     for step in (1, 2, 3):
         assert metrics[step].keys() >= {
             "train/forward_kl",

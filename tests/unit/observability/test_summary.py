@@ -3,8 +3,8 @@ import math
 from pathlib import Path
 
 from nemo_rl.observability.summary import (
-    ACCURACY_MARK,
     LINE_MARK,
+    VALIDATION_MARK,
     format_summary,
     plot_reward_curve,
     read_metric,
@@ -21,12 +21,12 @@ def test_curve_rises_with_the_rewards() -> None:
     curve = plot_reward_curve({step: step / 20 for step in range(1, 21)}, {0: 0.1, 20: 0.5}, width=60, height=14)
     lines = curve.splitlines()
     assert "training reward" in lines[0]
-    assert "validation accuracy" in lines[0]
+    assert "validation reward" in lines[0]
     assert len(lines) == 14
     assert max(len(line) for line in lines) <= 60
     columns = [lines[number].index(LINE_MARK) for number in plotted(curve, LINE_MARK)]
     assert columns == sorted(columns, reverse=True)
-    assert len(plotted(curve, ACCURACY_MARK)) == 2
+    assert len(plotted(curve, VALIDATION_MARK)) == 2
     assert "\x1b" not in curve
 
 
@@ -60,16 +60,17 @@ def write_metrics(path: Path, *lines: dict[str, object]) -> Path:
 def test_results_are_the_curve_and_the_first_and_last_values(tmp_path: Path) -> None:
     path = write_metrics(
         tmp_path / "metrics.jsonl",
-        {"step": 0, "validation/accuracy": 0.125},
+        {"step": 0, "validation/reward": 0.125, "validation/accuracy": 0.0},
         {"step": 1, "train/reward": 0.25},
         {"step": 2, "train/reward": 0.5},
-        {"step": 2, "validation/accuracy": 0.75},
+        {"step": 2, "validation/reward": 0.75, "validation/accuracy": 0.5},
     )
     lines = summarize_rewards(path).splitlines()
-    assert lines[:-2] == plot_reward_curve({1: 0.25, 2: 0.5}, {0: 0.125, 2: 0.75}).splitlines()
-    assert lines[-2:] == [
+    assert lines[:-3] == plot_reward_curve({1: 0.25, 2: 0.5}, {0: 0.125, 2: 0.75}).splitlines()
+    assert lines[-3:] == [
         "Training reward 0.250 at step 1, 0.500 at step 2",
-        "Validation accuracy 0.125 at step 0, 0.750 at step 2",
+        "Validation reward 0.125 at step 0, 0.750 at step 2",
+        "Validation accuracy 0.000 at step 0, 0.500 at step 2",
     ]
 
 

@@ -42,7 +42,9 @@ def test_the_card_tells_origin_evaluation_and_curves(run: Path, tmp_path: Path) 
     assert yaml.safe_load(head)["tags"] == ["reinforcement-learning", "nemo-rl", "grpo"]
     assert "# speller\n\n`nemo_rl/quickstart` after 6 steps of grpo" in text
     assert "| accuracy | 0.75 |" in text
-    assert "| 0 |  | 0.25 |\n| 3 | 0.25 | 0.5 |\n| 6 | 0.375 | 0.75 |\n" in text  # nothing of step 9
+    assert (
+        "| 0 |  | 0.25 | 0.25 |\n| 3 | 0.25 | 0.5 | 0.5 |\n| 6 | 0.375 | 0.75 | 0.75 |\n" in text
+    )  # nothing of step 9
 
 
 PRIVATE = ("/home/me/base", "acme/patients.jsonl", "s3://acme/x", "cd /home/me && ./run", "http://10.1.2.3", "sk-123")

@@ -43,7 +43,7 @@ def healthy_metrics(step: int, rng: random.Random) -> Metrics:
         "train/num_valid_samples": 16,
         "train/num_masked_seqs_by_logprob_error": 0,
         "timing/train/total_step_time": 2 + rng.random(),
-        **({"validation/accuracy": 0.2 + 0.5 * done} if step % 10 == 0 else {}),
+        **({"validation/reward": 0.2 + 0.5 * done} if step % 10 == 0 else {}),
     }
 
 
@@ -97,7 +97,7 @@ def noisy(level: float) -> Change:
     def change(step: int, rng: random.Random, metrics: Metrics) -> None:
         metrics["train/reward"] = level + rng.gauss(0, 0.02)
         if step % 10 == 0:
-            metrics["validation/accuracy"] = level
+            metrics["validation/reward"] = level
 
     return change
 
@@ -147,7 +147,7 @@ PLANTED: dict[str, tuple[str, Change, Speak, list[dict[str, Any]]]] = {
     "answers repeat": ("repetition", nothing, say(lambda s, r: f"I think {r.random()} so. " * 60), []),
     "length is hacked": (
         "length_hacking",
-        put(train__mean_gen_tokens_per_sample=lambda d: 60 + 400 * d, validation__accuracy=lambda d: 0.3),
+        put(train__mean_gen_tokens_per_sample=lambda d: 60 + 400 * d, validation__reward=lambda d: 0.3),
         healthy_answer,
         [],
     ),
@@ -157,7 +157,7 @@ PLANTED: dict[str, tuple[str, Change, Speak, list[dict[str, Any]]]] = {
         healthy_answer,
         [],
     ),
-    "validation falls": ("validation_apart", put(validation__accuracy=lambda d: 0.6 - 0.4 * d), healthy_answer, []),
+    "validation falls": ("validation_apart", put(validation__reward=lambda d: 0.6 - 0.4 * d), healthy_answer, []),
     "loss is NaN": ("nonfinite", put(train__loss=lambda d: "NaN" if d > 0.9 else 0.0), healthy_answer, []),
     "gradient explodes": (
         "gradient_explosion",
