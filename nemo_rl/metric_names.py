@@ -325,6 +325,16 @@ THROUGHPUT = MetricGroup(
         "performance/train_flops": "floating-point operations per second of training",
     },
 )
+GPUS = MetricGroup(
+    "GPUs of the driver's node, by nvidia-smi (`logger.monitor_gpus`)",
+    frozenset(),
+    {
+        "gpu/<index>/util": "mean share of the time since the last step in which the GPU computed, in percent",
+        "gpu/<index>/mem_gb": "mean memory in use, in GiB",
+        "gpu/<index>/power_w": "mean power in watts",
+        "gpu/<index>/temperature_c": "mean temperature in degrees Celsius",
+    },
+)
 METRIC_GROUPS = (
     OPTIMIZATION,
     EXPERTS,
@@ -345,6 +355,7 @@ METRIC_GROUPS = (
     SECONDS,
     EFFICIENCY,
     THROUGHPUT,
+    GPUS,
 )
 
 

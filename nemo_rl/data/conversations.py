@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
@@ -30,10 +30,11 @@ QUESTION_ANSWER_FIELDS = (("input", "output"), ("prompt", "response"), ("prompt"
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that end with the assistant's; every assistant message is trained on."""
+    """Messages that end with the assistant's; every assistant message after the context is trained on."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI tool schemas that the chat template renders
+    num_context: int = 0  # first messages, none of which is trained on
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:
@@ -67,6 +68,8 @@ def _read_conversation(row: Row, row_format: RowFormat, section: DatasetConfig) 
     if section.input_key is None and "messages" in row:
         return _read_messages(row, row_format)
     question, answer = _question_answer_fields(row, section)
+    if isinstance(row[question], list | tuple):
+        return _read_completion(row, question, answer, row_format)
     return _read_pair(row[question], row[answer], row_format)
 
 
@@ -84,6 +87,17 @@ def _read_pair(question: Any, answer: Any, row_format: RowFormat) -> Conversatio
             raise DataError(f"{text!r:.80} is {type(text).__name__}, not text")
         check_text(text, "the question or answer")
     return Conversation((*row_format.messages(question), Message("assistant", answer)))
+
+
+def _read_completion(row: Row, question: str, answer: str, row_format: RowFormat) -> Conversation:
+    """Return the conversation of a row with messages in two columns; those of the first are context."""
+    completion = row[answer]
+    last = completion[-1] if isinstance(completion, list | tuple) and completion else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        problem = f"{question} is a list of messages, so it must be one that ends with the assistant's"
+        raise DataError(f"{answer} is {completion!r:.80}: {problem}")
+    read = _read_messages({**row, "messages": [*row[question], *completion]}, row_format)
+    return replace(read, num_context=len(read.messages) - len(completion))
 
 
 def _read_messages(row: Row, row_format: RowFormat) -> Conversation:
@@ -134,7 +148,7 @@ def encode_conversation(
     encode_prompt = encode_prompt or make_prompt_encoder(encoder)
     tools, parts, waiting = conversation.tools, [], []
     answer: TokenizedMessage | None = None
-    for message in conversation.messages:
+    for index, message in enumerate(conversation.messages):
         if message.role != "assistant":
             waiting.append(message)
             continue
@@ -147,7 +161,7 @@ def encode_conversation(
         own_end = "text" if message is conversation.messages[-1] else "open"
         token_ids = encoder.encode_answer(message, tools, end="token" if adds_end_tokens else own_end)
         answer = TokenizedMessage(message, token_ids)
-        parts += [(context, False), (answer.token_ids, True)]
+        parts += [(context, False), (answer.token_ids, index >= conversation.num_context)]
         waiting = []
     joined = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in parts])
     return SupervisedSample(joined, np.repeat([trained for _, trained in parts], [len(ids) for ids, _ in parts]))

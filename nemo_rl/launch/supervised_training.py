@@ -54,7 +54,7 @@ async def open_supervised(config: SupervisedRunConfig) -> AsyncIterator[Supervis
         stack.enter_context(advise_on_memory(config))
         lost, interrupt = LostRecords(), Interrupt()
         run_dir, metrics_logger = open_records(config, stack, lost, interrupt)
-        checkpoints = open_checkpoints(config, run_dir, stack)
+        checkpoints = open_checkpoints(config, run_dir, metrics_logger, stack)
         policy = await open_policy(config, model, layout, log_dir=run_dir / "logs", stack=stack)
         progress = make_progress(config.logger, console)
         stack.callback(progress.close)

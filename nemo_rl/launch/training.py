@@ -38,7 +38,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.experience.rollout_dependencies import RolloutDependencies
 from nemo_rl.experience.rollout_details import DETAILS_FILE, RolloutDetails
 from nemo_rl.experience.rollout_writer import RolloutWriter
-from nemo_rl.interfaces import AdvantageEstimator, Logger, LossFn
+from nemo_rl.interfaces import AdvantageEstimator, LossFn
 from nemo_rl.launch import teachers as teacher_setup
 from nemo_rl.launch.memory_plan import memory_plan
 from nemo_rl.launch.out_of_memory import advise_on_memory
@@ -52,7 +52,7 @@ from nemo_rl.launch.workers import Workers, join_cluster, open_workers
 from nemo_rl.losses.make import make_loss
 from nemo_rl.observability import heartbeat
 from nemo_rl.observability.console import configure_logging, make_progress
-from nemo_rl.observability.loggers import METRICS_FILE, make_logger
+from nemo_rl.observability.loggers import METRICS_FILE, CompositeLogger, make_logger
 from nemo_rl.observability.lost_records import LostRecords
 from nemo_rl.observability.open_trace import open_trace
 from nemo_rl.observability.run_record import recorded_run
@@ -78,7 +78,7 @@ def open_records(
     stack: ExitStack | AsyncExitStack,
     lost: LostRecords,
     interrupt: Interrupt | None = None,
-) -> tuple[Path, Logger]:
+) -> tuple[Path, CompositeLogger]:
     """Open the run directory with the configuration in it, and the metric loggers, closed with `stack`.
 
     It is a new one, unless the run resumes. `lost` counts the records that cannot be written there; `interrupt` knows
@@ -99,7 +99,10 @@ def open_records(
 
 
 def open_checkpoints(
-    config: TrainingRunConfig | SupervisedRunConfig, run_dir: Path, stack: ExitStack | AsyncExitStack
+    config: TrainingRunConfig | SupervisedRunConfig,
+    run_dir: Path,
+    metrics_logger: CompositeLogger,
+    stack: ExitStack | AsyncExitStack,
 ) -> CheckpointStore | None:
     """Return the checkpoint store, of this run alone until `stack` closes; None if nothing is saved.
 
@@ -122,6 +125,7 @@ def open_checkpoints(
     store = CheckpointStore(section, directory)
     if (resumed := store.resume_point()) is not None:
         discard_records_after(run_dir, resumed.step)
+        metrics_logger.resume_after(resumed.step)
     return store
 
 
@@ -246,7 +250,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
         parts = await open_rollout_parts(config, run.policy.encoder, stack, layout=run.layout)
         lost, interrupt = LostRecords(), Interrupt()
         run_dir, metrics_logger = open_records(config, stack, lost, interrupt)
-        checkpoints = open_checkpoints(config, run_dir, stack)
+        checkpoints = open_checkpoints(config, run_dir, metrics_logger, stack)
         overlong = {f"data/validation/{name}/num_overlong": float(n) for name, n in run.overlong_measured.items()}
         if any(overlong.values()) and (checkpoints is None or checkpoints.resume_point() is None):
             metrics_logger.log_metrics(overlong, 0)

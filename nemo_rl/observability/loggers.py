@@ -29,6 +29,7 @@ from nemo_rl.config.shared_sections import (
 )
 from nemo_rl.durable_files import append_whole
 from nemo_rl.errors import ConfigError
+from nemo_rl.observability.gpu_monitor import GpuMonitor, start_gpu_monitor
 from nemo_rl.observability.lost_records import LostRecords
 from nemo_rl.tracing import span
 
@@ -51,6 +52,7 @@ STEP_METRIC_BY_PATTERN = {  # the x axis of each chart
     "performance/*": TRAIN_STEP,
     "efficiency/*": TRAIN_STEP,
     "env/*": TRAIN_STEP,
+    "gpu/*": TRAIN_STEP,
     "validation/*": VALIDATION_STEP,
     "timing/validation/*": VALIDATION_STEP,
 }
@@ -58,11 +60,13 @@ STEP_METRIC_BY_PATTERN = {  # the x axis of each chart
 
 def make_logger(
     section: LoggerConfig, run_dir: Path, config: Mapping[str, object], *, lost: LostRecords | None = None
-) -> "Logger":
+) -> "CompositeLogger":
     """Return a logger that forwards to every enabled one; one that cannot start is skipped with a warning.
 
     `lost` counts what metrics.jsonl and its tables lack, and what others could not write to a disk.
     """
+    from nemo_rl.interfaces import HistogramLogger  # imports torch, which the configuration does not need
+
     loggers: dict[str, Logger] = {}
     for name, logger_section in section.enabled.items():
         entry = LOGGERS.entry(logger_section.type or name, key=f"logger.loggers.{name}.type")
@@ -70,7 +74,9 @@ def make_logger(
             loggers[name] = entry.make(logger_section, run_dir, config)
         except Exception as error:  # a lost network: training continues without this logger  # noqa: BLE001
             logger.warning("the %s logger cannot start; training continues without it: %r", name, error)
-    return CompositeLogger(loggers, lost)
+    draws = any(isinstance(each, HistogramLogger) for each in loggers.values())
+    monitor = start_gpu_monitor() if section.monitor_gpus else None
+    return (DrawingLogger if draws else CompositeLogger)(loggers, lost, monitor)
 
 
 def adapt_logger(key: str, path: str, target: Any) -> Entry[CustomLoggerConfig]:
@@ -84,29 +90,33 @@ def adapt_logger(key: str, path: str, target: Any) -> Entry[CustomLoggerConfig]:
 class CompositeLogger:
     """Forwards every call to each of its loggers. An exception of one is logged once and does not reach the others."""
 
-    def __init__(self, loggers: "Mapping[str, Logger]", lost: LostRecords | None = None) -> None:
+    def __init__(
+        self, loggers: "Mapping[str, Logger]", lost: LostRecords | None = None, monitor: GpuMonitor | None = None
+    ) -> None:
+        """`monitor` adds what it has measured to the metrics of each training step."""
         self._loggers = dict(loggers)
         self._lost = LostRecords() if lost is None else lost
+        self._monitor = monitor
         self._failed: set[str] = set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log metrics of one step."""
+        if self._monitor is not None and "train/loss" in metrics:
+            metrics = {**metrics, **self._monitor.take()}
         self._call_each(lambda each: each.log_metrics(metrics, step))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Log a table of one step."""
         self._call_each(lambda each: each.log_table(name, columns, rows, step))
 
-    def log_histogram(self, name: str, values: Sequence[float], step: int) -> None:
-        """Log a distribution to the loggers that draw them; values that are not finite are left out."""
-        from nemo_rl.interfaces import HistogramLogger  # imports torch, which the configuration does not need
-
-        finite = [value for value in values if math.isfinite(value)]
-        if finite:
-            self._call_each(lambda each: isinstance(each, HistogramLogger) and each.log_histogram(name, finite, step))
+    def resume_after(self, step: int) -> None:
+        """Have the loggers that keep later steps of an earlier start discard them."""
+        self._call_each(lambda each: isinstance(each, TensorboardLogger) and each.resume_after(step))
 
     def close(self) -> None:
         """Close every logger."""
+        if self._monitor is not None:
+            self._monitor.close()
         self._call_each(lambda each: each.close())
 
     def _call_each(self, call: "Callable[[Logger], object]") -> None:
@@ -123,6 +133,18 @@ class CompositeLogger:
                         error,
                     )
                 self._failed.add(name)
+
+
+class DrawingLogger(CompositeLogger):
+    """A composite with loggers that draw distributions."""
+
+    def log_histogram(self, name: str, values: Sequence[float], step: int) -> None:
+        """Log a distribution to the loggers that draw them; values that are not finite are left out."""
+        from nemo_rl.interfaces import HistogramLogger
+
+        finite = [value for value in values if math.isfinite(value)]
+        if finite:
+            self._call_each(lambda each: isinstance(each, HistogramLogger) and each.log_histogram(name, finite, step))
 
 
 class JsonlLogger:
@@ -165,6 +187,14 @@ class TensorboardLogger:
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"))
         self._writer.add_text("config", f"```json\n{json.dumps(dict(config), indent=2, default=str)}\n```", 0)
+
+    def resume_after(self, step: int) -> None:
+        """Discard what an earlier start has written about later steps; TensorBoard hides it on reading."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        start = Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._writer.file_writer.add_event(start, step=step + 1)
+        self._writer.flush()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one scalar per metric."""

@@ -23,6 +23,7 @@ SHORT = (
     "grpo.val_at_start=false",
     "grpo.val_at_end=false",
     "grpo.val_period=0",
+    "checkpointing.metric_name=null",
     "logger.progress=false",
 )
 

@@ -6,25 +6,19 @@ Builds the wheel and installs it alone beside the libraries of this environment,
 above installs everything from an index.
 """
 
+import resource
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 from journey import ROOT, SHORT, Journey, main
 
 HIDE_VLLM = """
-import importlib.abc, sys
+from importlib.machinery import PathFinder
 
-
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "vllm":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-sys.meta_path.insert(0, Hidden())
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] == "vllm" else find_spec(name, *rest)
 """
 
 
@@ -40,12 +34,11 @@ def travel(journey: Journey) -> None:
     journey.directory /= "words"
     plan = journey.nemo_rl("grpo", "--dry-run")
     journey.claim("the plan does not speak of 80 GB", "80 GB" not in plan, plan)
-    started = time.monotonic()
+    before = processor_seconds()
     refused = journey.nemo_rl("grpo", code=2)
+    taken = processor_seconds() - before
     journey.says(refused, "vLLM is not installed", "policy.generation.backend=hf")
-    journey.claim(
-        "that took less than two seconds", time.monotonic() - started < 2, f"{time.monotonic() - started:.1f} s"
-    )
+    journey.claim("that took less than two seconds of a processor", taken < 2, f"{taken:.1f} s")
     journey.says(journey.nemo_rl("grpo", *SHORT, "grpo.max_num_steps=3"), "step 3/3", "Continue    nemo-rl grpo")
     journey.says(journey.nemo_rl("env", "test", "spelling", "--rows", "3"), "right ones earn 1, wrong ones 0")
     journey.says(journey.run(str(programs / "python"), "test_project.py"), "passed: test_the_recipe_is_valid")
@@ -54,6 +47,12 @@ def travel(journey: Journey) -> None:
     )
     journey.claim("log lines have fewer than 120 characters", max(map(len, lines.splitlines()[:8])) < 120, lines)
     journey.claim("the run goes on in its directory", [row["step"] for row in journey.metrics()] == [1, 2, 3, 4])
+
+
+def processor_seconds() -> float:
+    """Return what the commands that have ended took of processors; other work on the machine does not lengthen it."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def install(journey: Journey) -> Path:

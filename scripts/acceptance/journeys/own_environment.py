@@ -22,7 +22,7 @@ class Judge:
         self._address = address
 
     async def step(self, conversation, state):
-        url = f"{self._address}/{state['answer']}"
+        url = f"{self._address}/{state['answer']}/{len(conversation[-1].content)}"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
         if "asked" not in state:
             return EnvStep(observation=(Message("user", "Sure?"),), done=False, state={**state, "asked": True})
@@ -45,12 +45,12 @@ class Service(BaseHTTPRequestHandler):
     """A service that cannot score some answers."""
 
     def do_GET(self) -> None:
-        """Answer with a score, or with 503."""
-        number = int(self.path.strip("/"))
+        """Answer with 1 for a response of odd length and 0 for others, or with 503."""
+        number, length = map(int, self.path.strip("/").split("/"))
         fails = number % EVERY == 3
         self.send_response(503 if fails else 200)
         self.end_headers()
-        self.wfile.write(b"" if fails else str(number % 2).encode())
+        self.wfile.write(b"" if fails else str(length % 2).encode())
 
     def log_message(self, *arguments: object) -> None:
         """Say nothing."""

@@ -96,8 +96,6 @@ def test_nemo_rls_base_recipe_is_accepted_with_one_note_on_its_defaults(
         "read as a recipe of NeMo-RL 0.7; where it is silent its defaults hold: grpo.val_at_end = false, "
         "grpo.async_grpo.max_generation_failures = 0, loss_fn.reference_policy_kl_penalty = 0.01, "
         "grpo.adv_estimator.min_std_share = 0.0, data.overlong = 'mask', data.disjoint = false",
-        "switches of speed, memory or layout without effect here: logger.monitor_gpus = true (the use of GPUs is not "
-        "sampled; nvidia-smi shows it)",
     ]
     assert config.grpo.adv_estimator.use_leave_one_out_baseline
     assert config.policy.tokenizer.chat_template is None

@@ -201,6 +201,31 @@ def talks(*answers: str) -> ExampleSet:
     return ExampleSet("talks", [Conversation((Message("user", "q"), Message("assistant", a))) for a in answers])
 
 
+PROMPT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+COMPLETION = [{"role": "assistant", "content": "d"}]
+
+
+def test_only_the_completion_of_messages_in_two_columns_is_trained_on(tmp_path: Path) -> None:
+    system = tmp_path / "system.txt"
+    system.write_text("short")
+    tokenizer = byte_tokenizer("chatml")
+    for options, number in (({}, 3), ({"system_prompt_file": str(system)}, 4)):
+        (conversation,) = read({"prompt": PROMPT, "completion": COMPLETION}, **options)
+        assert [message.content for message in conversation.messages][-4:] == ["a", "b", "c", "d"]
+        assert conversation.num_context == number
+        (answer,) = learnt(tokenizer, encode_conversation(ChatEncoder(tokenizer), conversation))
+        assert answer.startswith("d")
+
+
+@pytest.mark.parametrize(
+    ("completion", "problem"),
+    [("d", "completion is 'd': prompt is a list"), ([], "ends with the assistant's"), (PROMPT, "ends with the assist")],
+)
+def test_a_completion_that_does_not_end_with_an_answer_is_refused(completion: object, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        read({"prompt": PROMPT, "completion": completion})
+
+
 def test_overlong_conversations_are_left_out_or_cut_and_counted() -> None:
     encoder = ChatEncoder(byte_tokenizer("zephyr"))
     length = len(encode_conversation(encoder, talks("abc").examples[0]).token_ids)

@@ -111,11 +111,11 @@ def test_records_are_kept_up_to_the_checkpoint_that_is_resumed_from(
     overrides = [f"logger.log_dir={runs}", f"checkpointing.checkpoint_dir={saved}", "checkpointing.enabled=true"]
     config = load_config(recipe, overrides)
     with ExitStack() as stack:
-        run_dir, _ = open_records(config, stack, LostRecords())
+        run_dir, metrics_logger = open_records(config, stack, LostRecords())
         with hold_directory(saved, key="key"), pytest.raises(ConfigError, match="in use"):
-            open_checkpoints(config, run_dir, stack)
+            open_checkpoints(config, run_dir, metrics_logger, stack)
         assert steps_of(run_dir / "metrics.jsonl") == [0, 1, 2, 2, 3, 4]
-        assert open_checkpoints(config, run_dir, stack) is not None
+        assert open_checkpoints(config, run_dir, metrics_logger, stack) is not None
     assert run_dir == runs / "exp_001"
     assert steps_of(run_dir / "metrics.jsonl") == [0, 1, 2, 2]
     assert steps_of(run_dir / "discarded" / "metrics.jsonl") == [3, 4]

@@ -17,9 +17,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nemo_rl.config.shared_sections import LoggerConfig, WandbLoggerConfig
 from nemo_rl.errors import ConfigError, RecordError
+from nemo_rl.interfaces import HistogramLogger
 from nemo_rl.observability import loggers
 from nemo_rl.observability.loggers import (
     CompositeLogger,
+    DrawingLogger,
     JsonlLogger,
     StepTimer,
     TensorboardLogger,
@@ -69,11 +71,31 @@ def test_distributions_go_to_the_loggers_that_draw_them_without_what_is_not_fini
             self._record(f"histogram {name} {list(values)} {step}")
 
     plain, drawing = Recorder(), Drawing()
-    composite = CompositeLogger({"jsonl": plain, "wandb": drawing})
+    composite = DrawingLogger({"jsonl": plain, "wandb": drawing})
     composite.log_histogram("train/reward/histogram", [0.5, math.nan, 1.0, math.inf], 3)
     composite.log_histogram("train/reward/histogram", [math.nan], 4)
     assert drawing.calls == ["histogram train/reward/histogram [0.5, 1.0] 3"]
     assert plain.calls == []
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_distributions_are_computed_for_loggers_that_draw_them_alone(draws: bool, tmp_path: Path) -> None:
+    logger = make_logger(LoggerConfig(tensorboard_enabled=draws), tmp_path, {})
+    logger.close()
+    assert isinstance(logger, HistogramLogger) is draws
+
+
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_trains_again(tmp_path: Path) -> None:
+    for losses, resumed_from in (({1: 0.5, 2: 0.25, 3: 9.0}, None), ({3: 0.125}, 2)):
+        logger = make_logger(LoggerConfig(tensorboard_enabled=True), tmp_path, {})
+        if resumed_from is not None:
+            logger.resume_after(resumed_from)
+        for step, loss in losses.items():
+            logger.log_metrics({"train/loss": loss}, step)
+        logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25), (3, 0.125)]
 
 
 def test_tensorboard_has_the_distribution(tmp_path: Path) -> None:
