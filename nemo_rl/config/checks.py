@@ -12,7 +12,7 @@ from nemo_rl.config.entry_checks import check_distillation, check_environments, 
 from nemo_rl.config.images import ImagesConfig, check_images
 from nemo_rl.config.layout_planner import make_layout, make_policy_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
-from nemo_rl.config.policy import PolicyConfig, SchedulerStageConfig, TeacherConfig, check_backend
+from nemo_rl.config.policy import AUTO, PolicyConfig, SchedulerStageConfig, TeacherConfig, check_backend
 from nemo_rl.config.registries import ENGINES, PROCESSORS
 from nemo_rl.config.supervised_runs import (
     DPORunConfig,
@@ -66,6 +66,9 @@ def _check_section(key: str, model: PolicyConfig | TeacherConfig, longest: int) 
         problem = f"{key}.{DYNAMIC}.enabled is true too: samples are packed or padded; allowed: one of the two"
         raise ConfigError(f"{key}.{PACKING}.enabled", True, problem)
     _check_shared_prefixes(key, model)
+    if model.parallelism.divides_only_long:
+        _check_divided_rows(key, model)
+        longest = 1
     for section in (PACKING, DYNAMIC):
         values = getattr(model, section)
         for name in ("train_mb_tokens", "logprob_mb_tokens"):
@@ -73,6 +76,16 @@ def _check_section(key: str, model: PolicyConfig | TeacherConfig, longest: int) 
             if values.enabled and tokens is not None and tokens < longest:
                 problem = f"must be at least policy.max_total_sequence_length = {longest}, or null"
                 raise ConfigError(f"{key}.{section}.{name}", tokens, problem)
+
+
+def _check_divided_rows(key: str, model: PolicyConfig | TeacherConfig) -> None:
+    """Raise ConfigError for `context_parallel_size: auto` where no limit of tokens tells which rows are long."""
+    where = f"{key}.{model.backend_key}.context_parallel_size"
+    if isinstance(model, TeacherConfig):
+        raise ConfigError(where, AUTO, "a teacher scores whatever the policy sampled; allowed: a number")
+    if not model.sequence_packing.enabled:
+        problem = f"{key}.{PACKING}.enabled is false, whose train_mb_tokens tell which samples are long"
+        raise ConfigError(where, AUTO, f"{problem}; allowed: a number, or both")
 
 
 def _check_shared_prefixes(key: str, model: PolicyConfig | TeacherConfig) -> None:
@@ -521,8 +534,9 @@ def _check_pair_packing(config: DPORunConfig) -> None:
         if name == DYNAMIC:  # each answer is padded
             multiple = policy.dynamic_batching.sequence_length_round
             pair = 2 * multiple * math.ceil(config.max_tokens / multiple)
-        if tokens < pair:
-            problem = f"the two answers of a pair are trained together: at least {pair} tokens"
+        ranks = policy.context_parallel_size if policy.parallelism.divides_only_long else 1
+        if tokens * ranks < pair:
+            problem = f"the two answers of a pair are trained together: at least {-(-pair // ranks)} tokens"
             raise ConfigError(f"policy.{name}.train_mb_tokens", section.train_mb_tokens, problem)
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, SerializeAsAny, ValidationError
+from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
 from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.layout import ExpertLayout, Layout
@@ -129,6 +129,14 @@ class BackendConfig(Section):
     def num_context_parallel_ranks(self) -> int:
         """Return the number of ranks that share the tokens of each micro-batch."""
         return 1
+
+    @property
+    def divides_only_long(self) -> bool:
+        """Return whether context-parallel ranks share the rows alone that are too long for one of them."""
+        return False
+
+    def fit_rows(self, longest: int, limit: int) -> None:
+        """Choose the number of ranks that hold the longest row together, `limit` tokens each, if it is not given."""
 
     @property
     def num_pipeline_stages(self) -> int:
@@ -417,6 +425,14 @@ class PolicyConfig(ModelConfig, ParallelModelConfig):
     optimizer: OptimizerConfig = OptimizerConfig.with_defaults()  # the optimizer, by dotted path
     scheduler: SchedulerStageConfig | list[SchedulerStageConfig] | None = None
     moe: MoEConfig = MoEConfig.with_defaults()  # routers of a mixture of experts, and the balance of its load
+
+    @model_validator(mode="after")
+    def _fit_rows(self) -> Self:
+        longest, packing = self.max_total_sequence_length, self.sequence_packing
+        limit = min(packing.train_mb_tokens or longest, packing.logprob_mb_tokens or longest)
+        for name in BACKEND_SECTIONS.values():
+            getattr(self, name).fit_rows(longest, limit)
+        return self
 
 
 class RolloutPolicyConfig(PolicyConfig, SampledModelConfig):

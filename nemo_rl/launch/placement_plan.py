@@ -108,7 +108,8 @@ def _describe_ranks(model: ParallelModelConfig, layout: Layout, slots: Sequence[
     experts = parallelism.experts_on(data, key=model.backend_key)
     if model.model_parallel_size > 1:
         stages = f"{model.pipeline_parallel_size} pipeline x " if parallelism.PIPELINE_PARALLEL_KEY else ""
-        slices = f"{context} context x " if context > 1 else ""
+        alone = " of long samples" if parallelism.divides_only_long else ""
+        slices = f"{context} context{alone} x " if context > 1 else ""
         text += f" ({data} data x {slices}{stages}{model.tensor_parallel_size} tensor parallel)"
     if experts.num_ranks > 1:
         copies = f", in {experts.copies} copies" if experts.copies > 1 else ""

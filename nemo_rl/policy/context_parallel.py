@@ -40,6 +40,11 @@ class ContextRanks:
     size: int
     parts: int = 1  # equal ones of a rank's slice, over tensor-parallel ranks (`sequence_parallel`)
 
+    @property
+    def alone(self) -> "ContextRanks":
+        """Return this rank with rows of its own."""
+        return ContextRanks(None, 0, 1, self.parts)
+
     def slice_size(self, num_tokens: int) -> int:
         """Return n, the tokens of each rank's slice of a row, padding included."""
         return -(-num_tokens // (self.size * self.parts)) * self.parts

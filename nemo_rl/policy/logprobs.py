@@ -221,6 +221,8 @@ class CausalLogprobs(nn.Module):
         lengths: Sequence[int] | None = None,
         columns: Mapping[str, torch.Tensor] | None = None,
         images: RowImages | None = None,
+        *,
+        is_shared: bool = True,
     ) -> TokenScores:
         """Return log_softmax(logits / temperature) of `token_ids` where `needed`, else 0, and other `wanted` scores.
 
@@ -232,6 +234,7 @@ class CausalLogprobs(nn.Module):
             lengths: [B] tokens of each row before its padding, which is never needed; read when packed.
             columns: [B, T, ...] by name: what the engine decided per token (token_columns.py); None: nothing.
             images: those of the rows; None: there are none.
+            is_shared: by the ranks of `context`; false: the rows are this rank's own.
 
         Returns:
             Scores in float32, computed in float32 from the logits on: a named tuple, in which FSDP2 finds the tensors
@@ -240,7 +243,8 @@ class CausalLogprobs(nn.Module):
         needed = F.pad(needed[:, 1:], (1, 0))
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens
         lengths = lengths or [token_ids.shape[1]] * len(token_ids)
-        layout = self._lay_out(token_ids, lengths)
+        ranks = self.context if self.context is None or is_shared else self.context.alone
+        layout = self._lay_out(token_ids, lengths, ranks)
         share, inputs = layout.share(needed), layout.model_inputs(token_ids)
         inputs |= self._image_inputs(token_ids, lengths, images, layout)
         score_query = ScoreQuery.at(at[share.part], token_ids, wanted, candidate_ids, columns)
@@ -252,16 +256,16 @@ class CausalLogprobs(nn.Module):
         else:
             logits = self.model(**inputs, use_cache=False).logits
             scores = self._score_logits(logits.flatten(0, 1).index_select(0, share.predictors).float(), score_query)
-        if (ranks := self.context) is not None:
+        if ranks is not None:
             scores = map_scores(lambda values: ranks.gather(values[0], share.sizes), [scores])
         return self._with_routes(scatter_scores(scores, needed))
 
-    def _lay_out(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> ScoredLayout:
+    def _lay_out(self, token_ids: torch.Tensor, lengths: Sequence[int], ranks: ContextRanks | None) -> ScoredLayout:
         width = token_ids.shape[1]
         if not self.is_packed:
             return PaddedRows(width)
         pack = PackedSequences.of(lengths, width, token_ids.device)
-        return pack if self.context is None else SlicedSequences.of(pack, self.context)
+        return pack if ranks is None else SlicedSequences.of(pack, ranks)
 
     def _image_inputs(
         self, token_ids: torch.Tensor, lengths: Sequence[int], images: RowImages | None, layout: ScoredLayout

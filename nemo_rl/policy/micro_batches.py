@@ -4,7 +4,7 @@ Micro-batches are padded, or packed without padding (packing.py), or packed by s
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -156,6 +156,27 @@ def scoring_micro_batching(policy: PolicyConfig) -> MicroBatching:
 def teacher_micro_batching(teacher: TeacherConfig, section: str) -> MicroBatching:
     """Return a teacher's micro-batching; a number of tokens comes from its section."""
     return _micro_batching_from_config(teacher, teacher.logprob_batch_size, "logprob_mb_tokens", 1, section)
+
+
+def divide_rows(
+    batch: TrainingBatch, rows: torch.Tensor, batching: MicroBatching, layout: RankLayout
+) -> list[tuple[torch.Tensor, MicroBatching, RankLayout]]:
+    """Return the rows that are computed one after the other, each with its micro-batching and the layout of its ranks.
+
+    With `context_parallel_size: auto` all ranks of a context share the samples, or pairs, that exceed the tokens of one
+    rank; of the others each rank has packs of its own.
+    """
+    if not layout.divides_only_long:
+        return [(rows, batching, layout)]
+    assert isinstance(batching, PackedTokens)
+    lengths = batch[keys.LENGTHS][rows]
+    if batch.get(keys.PREFERENCE, None) is not None:
+        _, pairs = batch[keys.GROUP_ID][rows].unique(return_inverse=True)
+        lengths = pairs.bincount(weights=lengths)[pairs]
+    is_long = lengths > batching.tokens
+    together = replace(batching, tokens=batching.tokens * layout.context_parallel_size)
+    found = [(rows[is_long], together, layout), (rows[~is_long], batching, layout.undivided)]
+    return [part for part in found if len(part[0]) > 0]
 
 
 def micro_batches(

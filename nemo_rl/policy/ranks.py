@@ -7,7 +7,7 @@ Besides the collectives of FSDP2, DTensor and Megatron, a few numbers are exchan
 """
 
 import atexit
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from typing import TypeVar, cast
@@ -37,6 +37,7 @@ class RankLayout:
     pipeline_parallel_size: int = 1
     expert_parallel_size: int = 1  # neighbours that divide a layer's experts; with FSDP2 of the shards
     context_parallel_size: int = 1
+    divides_only_long: bool = False  # ranks of a context share long samples, and have packs of the others of their own
     init_method: str | None = None  # "tcp://host:port" of rank 0, or "file:///path"; None: a single rank
     timeout_s: float = 600.0  # deadline of joining and of each collective
 
@@ -60,6 +61,7 @@ class RankLayout:
             pipeline_parallel_size=model.pipeline_parallel_size,
             expert_parallel_size=experts.parallel,
             context_parallel_size=model.context_parallel_size,
+            divides_only_long=model.parallelism.divides_only_long,
             init_method=f"tcp://{address}" if world_size > 1 else None,
         )
 
@@ -71,6 +73,11 @@ class RankLayout:
     def num_shards(self) -> int:
         """Return the number of ranks of a stage with different tokens: over them gradients are summed."""
         return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def undivided(self) -> "RankLayout":
+        """Return the layout in which the ranks of a context each have samples of their own."""
+        return replace(self, data_parallel_size=self.num_shards, context_parallel_size=1)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -95,6 +102,11 @@ class RankLayout:
     def all_gather_data_parallel(self, value: ValueT) -> list[ValueT]:
         """Return the value of each data-parallel rank of the last stage, in order; the same on every rank."""
         return self.all_gather_object(value)[self._last_stage_first_rank :: self._ranks_per_sample]
+
+    @property
+    def returns_rows(self) -> bool:
+        """Return whether this rank returns scores of rows; others have the same ones, or none."""
+        return (self.undivided if self.divides_only_long else self).is_dp_leader
 
     def all_gather_shards(self, value: ValueT) -> list[ValueT]:
         """Return the value of each shard of the last stage, in order; the same on every rank."""

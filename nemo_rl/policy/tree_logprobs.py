@@ -64,6 +64,8 @@ class SharedPrefixLogprobs(CausalLogprobs):
         lengths: Sequence[int] | None = None,
         columns: Mapping[str, torch.Tensor] | None = None,
         images: RowImages | None = None,
+        *,
+        is_shared: bool = True,
     ) -> TokenScores:
         """Return what `CausalLogprobs` does; raises PolicyError for images, whose features no tree has."""
         if images is not None:

@@ -126,8 +126,8 @@ class ScoringWorker(ABC, Generic[ConfigT]):
         return self._collect((rows, _logprobs_and_routes(scores)) for rows, scores in scored)
 
     def _collect(self, scored: Iterable[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]) -> ScoredRows | None:
-        """Return this rank's rows on the data-parallel leader, else None."""
-        if self.layout.is_dp_leader:
+        """Return this rank's rows, or None if another rank returns them."""
+        if self.layout.returns_rows:
             return collect_rows(scored)
         for _ in scored:  # the ranks compute together, so each iterates to the end
             pass

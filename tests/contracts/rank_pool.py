@@ -45,6 +45,7 @@ class Mesh:
     expert_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+    divides_only_long: bool = False  # `context_parallel_size: auto`, which the batching must come to
     sequence_parallel: bool = False
 
     @property
@@ -57,7 +58,8 @@ class Mesh:
         """Return the result for `policy`."""
         if self.backend == "fsdp2":
             sizes = {"expert_parallel_size": self.expert_parallel_size}
-            sizes |= {"context_parallel_size": self.context_parallel_size, "sequence_parallel": self.sequence_parallel}
+            context = "auto" if self.divides_only_long else self.context_parallel_size
+            sizes |= {"context_parallel_size": context, "sequence_parallel": self.sequence_parallel}
             return {"dtensor_cfg": sizes}
         sizes = {
             "tensor_model_parallel_size": self.tensor_parallel_size,
@@ -110,6 +112,7 @@ class _Group:
             pipeline_parallel_size=mesh.pipeline_parallel_size,
             expert_parallel_size=mesh.expert_parallel_size if mesh.backend == "fsdp2" else 1,
             context_parallel_size=mesh.context_parallel_size,
+            divides_only_long=mesh.divides_only_long,
             init_method=f"file://{self._meeting_point}",
             timeout_s=COLLECTIVE_TIMEOUT_S,
         )

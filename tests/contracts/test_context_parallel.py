@@ -41,6 +41,10 @@ ONE_LONG = [47, 3, 5, 4, 7, 3, 6, 2, 4, 3, 5, 4]  # the others have 46 together
 BATCHING: dict[str, dict[str, Any]] = {
     "padded": {"train_micro_batch_size": 2},
     "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 51, "logprob_mb_tokens": 47}},
+    # For auto, tokens of a rank: samples of 9 and 12 tokens are shared in training, that of 12 alone in scoring.
+    "short packs": {"sequence_packing": {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 9}},
+    # For auto: a sample of 47 tokens is shared; of samples of 12 none is.
+    "packs of a rank": {"sequence_packing": {"enabled": True, "train_mb_tokens": 24, "logprob_mb_tokens": 24}},
     "one pack": {"sequence_packing": {"enabled": True, "train_mb_tokens": 200, "logprob_mb_tokens": 200}},
 }
 # Sliding windows and soft caps; keys of one head per two ranks; norms of heads, and one head of keys on two ranks.
@@ -52,6 +56,9 @@ STEPS = [
     ("cp 4", "qwen2", "padded"),
     ("cp 2 dp 2", "llama", "packed"),
     ("cp 2 tp 2", "qwen3", "packed"),
+    ("cp auto 2", "llama", "short packs"),
+    ("cp auto 2 dp 2", "qwen2", "short packs"),
+    ("cp auto 2 tp 2 sp", "qwen3", "short packs"),
     ("tp 2 sp", "llama", "packed"),
     ("2 x tp 2 sp", "qwen2", "padded"),
     ("cp 2 tp 2 sp", "qwen3", "padded"),
@@ -103,7 +110,7 @@ def test_a_step_is_that_of_hugging_face(
 
 
 @pytest.mark.parametrize("lengths", ["even", "one long"])
-@pytest.mark.parametrize("layout", [*MODELS, "megatron cp 2 pp 2"])
+@pytest.mark.parametrize("layout", [*MODELS, "megatron cp 2 pp 2", "cp auto 2 dp 2"])
 def test_loss_metrics_and_gradients_are_those_of_one_process(
     layout: str, lengths: str, models: dict[str, Path], pool: RankPool
 ) -> None:
@@ -113,7 +120,8 @@ def test_loss_metrics_and_gradients_are_those_of_one_process(
     batch = sharing_batch(path, ONE_LONG) if lengths == "one long" else sharing_batch(path)
     arguments: dict[str, Any] = {"path": path, "batch": batch, "losses": losses}
     expected = learn(SINGLE_RANK, **arguments, config=WHOLE)
-    results = on(layout, pool, learn, **arguments, config=section_of(layout) | BATCHING["packed"])
+    batching = BATCHING["packs of a rank" if "auto" in layout else "packed"]
+    results = on(layout, pool, learn, **arguments, config=section_of(layout) | batching)
     one = plain_model(path)
     assert_same_steps(losses, results, expected, plain_names(one, dict(one.named_parameters())))
 

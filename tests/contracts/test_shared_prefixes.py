@@ -81,12 +81,16 @@ def learn(
     layout: RankLayout, *, path: Path, batch: TensorDict, losses: Sequence[str], config: dict[str, Any]
 ) -> list[tuple[dict[str, float], dict[str, torch.Tensor]]]:
     """Return the metrics of one step with each loss, and the weights after it, on one rank."""
+    policy = make_policy(layout, path, num_samples=NUM_SAMPLES, optimizer=SGD, temperature=0.7, **config)
+    first = [parameter.detach().clone() for parameter in policy.module.parameters()]
     results = []
     for name in losses:
-        policy = make_policy(layout, path, num_samples=NUM_SAMPLES, optimizer=SGD, temperature=0.7, **config)
         metrics = policy.train_step(batch, made(name))
         results.append((metrics, policy.run_with_weights(clones)))
-        policy.close()
+        with torch.no_grad():
+            for parameter, value in zip(policy.module.parameters(), first, strict=True):
+                parameter.copy_(value)
+    policy.close()
     return results
 
 

@@ -1,6 +1,7 @@
 """The entries of the FSDP2 backend: their sections and checks. Imports no torch."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+import math
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -63,11 +64,13 @@ class DTensorConfig(BackendConfig):
     # Tensor-parallel ranks each hold a part of the tokens between attention and MLPs; false: each holds all.
     sequence_parallel: bool = False
     # Ranks that each compute a slice of a micro-batch's tokens, and exchange them for heads around attention; the token
-    # limits of micro-batches are those of all slices together.
-    context_parallel_size: int = Field(default=1, gt=0)
+    # limits of micro-batches are those of all slices together. auto: the limits are those of a rank, which has packs of
+    # its own; a sample that exceeds them is shared by as many ranks as the longest sample needs.
+    context_parallel_size: Annotated[int, Field(gt=0)] | Literal["auto"] = 1
     # Data- and context-parallel ranks that together hold the experts of each layer and exchange their tokens; 1:
     # experts are sharded and gathered like other weights.
     expert_parallel_size: int = Field(default=1, gt=0)
+    _fitted_ranks: int = 1  # with `context_parallel_size: auto`
 
     @property
     def title(self) -> str:
@@ -79,14 +82,21 @@ class DTensorConfig(BackendConfig):
 
     @property
     def num_context_parallel_ranks(self) -> int:
-        return self.context_parallel_size
+        return self._fitted_ranks if self.context_parallel_size == AUTO else self.context_parallel_size
+
+    @property
+    def divides_only_long(self) -> bool:
+        return self.context_parallel_size == AUTO
+
+    def fit_rows(self, longest: int, limit: int) -> None:
+        self._fitted_ranks = 2 ** math.ceil(math.log2(max(longest / limit, 1)))
 
     @property
     def splits_residual(self) -> bool:
         return self.sequence_parallel and self.tensor_parallel_size > 1
 
     def experts_on(self, data: int, *, key: str) -> ExpertLayout:
-        size, context = self.expert_parallel_size, self.context_parallel_size
+        size, context = self.expert_parallel_size, self.num_context_parallel_ranks
         if data * context % size:
             ranks = f"{data * context} data{' and context' if context > 1 else ''} parallel ranks"
             raise ConfigError(f"{key}.expert_parallel_size", size, f"must divide the {ranks}, which exchange tokens")
@@ -94,7 +104,10 @@ class DTensorConfig(BackendConfig):
 
     def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
         check_tensor_parallel(self.tensor_parallel_size, model, key=key)
-        check_context_parallel(self.context_parallel_size, model, tensor=self.tensor_parallel_size, key=key)
+        check_context_parallel(self.num_context_parallel_ranks, model, tensor=self.tensor_parallel_size, key=key)
+        if self.divides_only_long and num_experts(model) > 0:
+            problem = f"the balance of experts (a model of type {model.model_type!r}) counts rows of all ranks alike"
+            raise ConfigError(f"{key}.context_parallel_size", AUTO, f"{problem}; allowed: a number")
         check_expert_parallel(self.expert_parallel_size, model, key=key)
         check_sequence_parallel(self.splits_residual, model, key=key)
 

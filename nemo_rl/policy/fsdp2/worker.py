@@ -51,6 +51,7 @@ from nemo_rl.policy.micro_batches import (
     MicroBatching,
     columns_of,
     count_valid,
+    divide_rows,
     images_of,
     in_spans,
     micro_batches,
@@ -361,7 +362,7 @@ def score_micro_batches(
     batch: TrainingBatch,
     wanted: RequiredScores,
     *,
-    size: MicroBatching | int,
+    size: MicroBatching,
     device: torch.device,
     layout: RankLayout,
     keeps_unsharded: bool = False,
@@ -370,13 +371,15 @@ def score_micro_batches(
     known = (keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS, keys.GROUP_ID, keys.COLUMNS, keys.IMAGE_ROWS, keys.IMAGES)
     inputs = batch.select(*known, strict=False)
     with sharding.kept_unsharded(module, is_enabled=keeps_unsharded):
-        for rows, part in micro_batches(inputs, torch.arange(len(batch)), size, layout):
-            lengths = part[keys.LENGTHS].tolist()
-            part = part.to(device)
-            tokens = part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0
-            scores = module(*tokens, wanted, lengths=lengths, columns=columns_of(part), images=images_of(part))
-            if len(rows) > 0:
-                yield rows, scores
+        for chosen, batching, ranks in divide_rows(inputs, torch.arange(len(batch)), size, layout):
+            for rows, part in micro_batches(inputs, chosen, batching, ranks):
+                lengths = part[keys.LENGTHS].tolist()
+                part = part.to(device)
+                tokens = part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0
+                options = {"lengths": lengths, "columns": columns_of(part), "images": images_of(part)}
+                scores = module(*tokens, wanted, **options, is_shared=ranks is layout)
+                if len(rows) > 0 and ranks.is_dp_leader:
+                    yield rows, scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +410,7 @@ class FSDP2Trainer:
         metrics, reductions = self._accumulate_gradients(batch, rows, normalizer, loss_fn)
         grad_norm = clip_grad_norm(self.module.parameters(), self.max_grad_norm, self.layout)
         values = {name: float(value) for name, value in metrics.items()}
-        values, reductions = step_report.reduce_over_ranks(self.layout.all_gather_data_parallel((values, reductions)))
+        values, reductions = step_report.reduce_over_ranks(self.layout.all_gather_object((values, reductions)))
         skip_cause = step_report.find_skip_cause(values["loss"], grad_norm)
         if skip_cause is None:
             self.optimizer.step()
@@ -421,35 +424,44 @@ class FSDP2Trainer:
     ) -> tuple[dict[str, torch.Tensor], dict[str, step_report.Reduction]]:
         metrics: dict[str, torch.Tensor] = {}
         reductions: dict[str, step_report.Reduction] = {}
-        parts = list(micro_batches(batch, rows, self.batching, self.layout))
+        parts: list[tuple[torch.Tensor, TrainingBatch]] = []
+        layouts: list[RankLayout] = []  # of the ranks that compute each part
+        for chosen, batching, ranks in divide_rows(batch, rows, self.batching, self.layout):
+            parts += micro_batches(batch, chosen, batching, ranks)
+            layouts += [ranks] * (len(parts) - len(layouts))
         weights = self._balance_weights(parts)
         with sharding.kept_unsharded(self.module, is_enabled=self.keeps_unsharded):
             for index, (own_rows, part) in enumerate(in_spans(parts)):
                 if index == len(parts) - 1:
                     sharding.reduce_next_gradients(self.module)
+                is_shared = layouts[index] is self.layout
                 with self._balanced(part, is_empty=len(own_rows) == 0, weight=weights[index]):
-                    found = self._micro_batch(own_rows, part.to(self.device), normalizer, loss_fn)
+                    found = self._micro_batch(own_rows, part.to(self.device), normalizer, loss_fn, is_shared=is_shared)
+                if not layouts[index].is_dp_leader:
+                    continue
                 for name, metric in found.items():
                     metrics[name] = step_report.accumulate_metric(metric, metrics.get(name))
                     reductions[name] = metric.reduction
-        if self.balance is not None:
-            for name, loss in self.balance.take_losses().items():
-                metrics[name], reductions[name] = loss, "sum"
+        losses = {} if self.balance is None else self.balance.take_losses()
+        if self.layout.is_dp_leader:
+            metrics |= losses
+            reductions |= dict.fromkeys(losses, "sum")
         return metrics, reductions
 
     def _micro_batch(
-        self, own_rows: torch.Tensor, part: TrainingBatch, normalizer: Normalizer, loss_fn: LossFn
+        self, own_rows: torch.Tensor, part: TrainingBatch, normalizer: Normalizer, loss_fn: LossFn, *, is_shared: bool
     ) -> dict[str, Metric]:
         """Add the gradient of one micro-batch; without rows, zero gradients, in step with the ranks that have some."""
         inputs, lengths = (part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0), part[keys.LENGTHS].tolist()
         if len(own_rows) == 0:
-            logprobs = self.module(*inputs, lengths=lengths).logprobs
+            logprobs = self.module(*inputs, lengths=lengths, is_shared=is_shared).logprobs
             self._end_forward()
             logprobs.sum().backward()
             return {}
         wanted = loss_fn.required_scores
         candidate_ids = None if wanted.candidates is None else part[wanted.candidates]
-        scores = self.module(*inputs, wanted, candidate_ids, lengths, columns_of(part), images_of(part))
+        columns, images = columns_of(part), images_of(part)
+        scores = self.module(*inputs, wanted, candidate_ids, lengths, columns, images, is_shared=is_shared)
         self._end_forward()
         return self._backward(scores, part, normalizer, loss_fn)
 

@@ -82,6 +82,11 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             r"context_parallel_size is 2: trees of prefixes are not cut into slices; allowed: false",
         ),
         (
+            ["policy.dtensor_cfg.context_parallel_size=auto"],
+            "policy.dtensor_cfg.context_parallel_size",
+            r"sequence_packing\.enabled is false, whose train_mb_tokens .*; allowed: a number, or both",
+        ),
+        (
             [
                 "policy.sequence_packing.enabled=true",
                 "policy.sequence_packing.share_prefixes=true",

@@ -85,6 +85,10 @@ def test_a_tasks_own_teacher_comes_before_the_one_of_all(load: LoadDistillation)
             ("++teachers.math={model_name: t, dtensor_cfg: {backend: megatron}}",),
             r"teachers\.math\.dtensor_cfg\.backend",
         ),
+        (
+            ("++teachers.math={model_name: t, dtensor_cfg: {context_parallel_size: auto}}",),
+            r"teachers\.math\.dtensor_cfg\.context_parallel_size = 'auto': a teacher scores .*; allowed: a number",
+        ),
         (("++teacher.dtensor_cfg.custom_parallel_plan=x",), r"teacher\.dtensor_cfg\.custom_parallel_plan = "),
         (("teacher.modelname=x",), r"did you mean teacher\.model_name"),
     ],

@@ -142,3 +142,10 @@ def test_tokens_that_pass_on_beside_attention_are_refused() -> None:
     model.set_input_embeddings(ShiftedTokens(model.get_input_embeddings()))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="models of type 'llama' pass tokens on beside attention; allowed: 1"):
         probe(model, KEY, 2)
+
+
+def test_the_balance_of_experts_does_not_go_with_auto() -> None:
+    problem = "the balance of experts .*'qwen3_moe'.*; allowed: a number"
+    with pytest.raises(ConfigError, match=problem):
+        DTensorConfig(context_parallel_size="auto").check_model(Qwen3MoeConfig(), key="policy.dtensor_cfg")
+    DTensorConfig(context_parallel_size="auto").check_model(Qwen2Config(), key="policy.dtensor_cfg")

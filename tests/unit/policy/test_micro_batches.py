@@ -1,3 +1,7 @@
+import pickle
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +14,7 @@ from nemo_rl.policy.micro_batches import (
     PaddedTokens,
     SampleCount,
     count_valid,
+    divide_rows,
     expected_optimizer_steps,
     micro_batches,
     scoring_micro_batching,
@@ -198,3 +203,43 @@ def test_pairs_are_never_separated(
             else:
                 assert len(own) <= 4
     assert sorted(seen) == rows.tolist()
+
+
+def test_ranks_of_a_context_share_the_long_samples_and_have_packs_of_the_others_of_their_own() -> None:
+    """Of 8 tokens to a rank: 15 and 9 are shared by two ranks, and each of two contexts has one of them."""
+    batch, batching = make_batch([3, 15, 8, 5, 9, 2, 6]), PackedTokens(8, "k", "modified_first_fit_decreasing")
+    sizes: dict[str, Any] = {"context_parallel_size": 2, "divides_only_long": True, "init_method": "file:///nowhere"}
+    shared: list[list[int]] = []
+    own: list[list[int]] = []
+    for rank in range(4):
+        layout = RankLayout(rank, 2, **sizes)
+        (long, together, ranks), (others, alone, apart) = divide_rows(batch, torch.arange(7), batching, layout)
+        assert ranks is layout
+        assert (together, alone) == (replace(batching, tokens=16), batching)
+        assert (apart.data_parallel_size, apart.context_parallel_size, apart.is_dp_leader) == (4, 1, True)
+        shared += [rows.tolist() for rows, _ in micro_batches(batch, long, together, ranks)]
+        own += [rows.tolist() for rows, _ in micro_batches(batch, others, alone, apart)]
+    assert shared == [[1], [1], [4], [4]]
+    assert sorted(row for rows in own for row in rows) == [0, 2, 3, 5, 6]
+    assert all(sum(int(batch["lengths"][row]) for row in rows) <= 8 for rows in own)
+
+
+def test_a_pair_is_long_if_its_two_answers_together_are() -> None:
+    batch = make_batch([5, 2, 3, 4])
+    batch.update({"group_id": torch.tensor([7, 4, 7, 4]), "preference": torch.tensor([1.0, -1.0, -1.0, 1.0])})
+    layout = RankLayout(context_parallel_size=2, divides_only_long=True, init_method="file:///n")
+    batching = PackedTokens(7, "k", "modified_first_fit_decreasing")
+    divided = divide_rows(batch, torch.arange(4), batching, layout)
+    assert [(rows.tolist(), kind.tokens) for rows, kind, _ in divided] == [([0, 2], 14), ([1, 3], 7)]
+    assert divide_rows(batch, torch.tensor([1, 3]), batching, layout)[0][2].context_parallel_size == 1
+
+
+@pytest.mark.parametrize(("limit", "longest", "ranks"), [(100, 100, 1), (99, 100, 2), (25, 100, 4), (24, 100, 8)])
+def test_as_many_ranks_share_a_long_sample_as_hold_the_longest(limit: int, longest: int, ranks: int) -> None:
+    packing = {"enabled": True, "train_mb_tokens": limit, "logprob_mb_tokens": 200}
+    base = {"model_name": "m", "max_total_sequence_length": longest, "sequence_packing": packing}
+    policy = PolicyConfig.model_validate({**base, "dtensor_cfg": {"context_parallel_size": "auto"}})
+    assert (policy.context_parallel_size, policy.model_parallel_size) == (ranks, ranks)
+    assert policy.model_copy().context_parallel_size == ranks
+    assert pickle.loads(pickle.dumps(policy)).context_parallel_size == ranks
+    assert policy.model_dump()["dtensor_cfg"]["context_parallel_size"] == "auto"

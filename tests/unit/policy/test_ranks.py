@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,6 +29,13 @@ def test_ranks_of_a_context_are_one_data_parallel_rank_and_several_shards() -> N
     assert [layout.context_parallel_rank for layout in layouts] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [layout.rank for layout in layouts if layout.is_dp_leader] == [0, 4]
     assert {(layout.world_size, layout.num_shards) for layout in layouts} == {(8, 4)}
+
+
+def test_ranks_that_share_long_samples_alone_each_return_rows_of_their_own() -> None:
+    sizes: dict[str, Any] = {"context_parallel_size": 2, "divides_only_long": True, "init_method": "file:///nowhere"}
+    layouts = [RankLayout(rank, 2, 2, **sizes) for rank in range(8)]
+    assert [layout.rank for layout in layouts if layout.returns_rows] == [0, 2, 4, 6]
+    assert [layout.undivided.data_parallel_rank for layout in layouts] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_rank_outside_its_layout_or_without_a_way_to_the_others_is_a_mistake() -> None:
