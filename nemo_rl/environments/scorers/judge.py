@@ -9,6 +9,7 @@ from pydantic import Field
 
 from nemo_rl.config.environment import EndpointScorerConfig
 from nemo_rl.config.kinds import Entry, import_path
+from nemo_rl.data.images import to_data_url
 from nemo_rl.environments.registry import messages_to_dicts
 from nemo_rl.environments.scorers.checked_scorer import ScoreError, score_each
 from nemo_rl.errors import ConfigError
@@ -22,6 +23,7 @@ class JudgeScorerConfig(EndpointScorerConfig):
 
     prompt: str  # Jinja, with `messages`, `prompt`, `response` and the row's `metadata`
     system_prompt: str | None = None  # system message of each request, if any
+    images: bool = False  # show the judge the conversation's images too, in their order after the prompt
     parser: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"  # a regular expression with one group, or a dotted path
     min_score: float | None = None  # a score below it or above `max_score` is a typed failure
     max_score: float | None = None  # a score above it or below `min_score` is a typed failure
@@ -64,13 +66,14 @@ class JudgeScorer:
         await self._endpoint.close()
 
     async def _score(self, request: ScoreRequest) -> float:
+        text = self._render(request)
         body = {
             "model": self._section.model,
-            "messages": self._messages(request),
+            "messages": self._messages(text, request),
             "temperature": self._section.temperature,
             "max_tokens": self._section.max_tokens,
         }
-        characters = sum(len(message["content"]) for message in body["messages"])
+        characters = len(text) + len(self._section.system_prompt or "")
         estimated = characters // CHARACTERS_PER_TOKEN + self._section.max_tokens
         answer = await self._endpoint.post("/v1/chat/completions", body, num_tokens=estimated)
         used = answer.get("usage") or {} if isinstance(answer, dict) else {}
@@ -78,16 +81,21 @@ class JudgeScorer:
             self._endpoint.correct_token_estimate(used["total_tokens"], estimated=estimated)
         return self._check_range(self._parse(_extract_content(answer)))
 
-    def _messages(self, request: ScoreRequest) -> list[dict[str, str]]:
+    def _render(self, request: ScoreRequest) -> str:
         *before, response = request.messages
-        text = self._template.render(
+        return self._template.render(
             messages=messages_to_dicts(request.messages),
             prompt=before[-1].content if before else "",
             response=response.content,
             metadata=dict(request.metadata),
         )
+
+    def _messages(self, text: str, request: ScoreRequest) -> list[dict[str, Any]]:
+        shown = [image for message in request.messages for image in message.images] if self._section.images else []
+        pictures = [{"type": "image_url", "image_url": {"url": to_data_url(image)}} for image in shown]
+        content = [{"type": "text", "text": text}, *pictures] if pictures else text
         system = self._section.system_prompt
-        return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
+        return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": content}]
 
     def _check_range(self, score: float) -> float:
         low, high = self._section.min_score, self._section.max_score

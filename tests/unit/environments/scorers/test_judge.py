@@ -7,7 +7,7 @@ from aiohttp import web
 from nemo_rl.config.policy import EndpointLimitsConfig
 from nemo_rl.environments.scorers.judge import JudgeScorer, JudgeScorerConfig, make_answer_parser
 from nemo_rl.errors import ConfigError
-from nemo_rl.types import Failure, FailureClass, Message, ResponseFault, ScoreRequest
+from nemo_rl.types import Failure, FailureClass, ImagePart, Message, ResponseFault, ScoreRequest, TextPart
 from tests.fakes.scoring_server import scoring_server
 
 PROMPT = "{{ prompt }} -> {{ response }} (expected {{ metadata.answer }})"
@@ -27,7 +27,9 @@ def section(url: str = "http://x", **changes: Any) -> JudgeScorerConfig:
     return JudgeScorerConfig.model_validate(entry)
 
 
-def judged(says: str, **changes: Any) -> tuple[float | Failure | ResponseFault, dict[str, Any]]:
+def judged(
+    says: str, request: ScoreRequest = REQUEST, **changes: Any
+) -> tuple[float | Failure | ResponseFault, dict[str, Any]]:
     """The score, and what the judge was asked."""
     seen: dict[str, Any] = {}
 
@@ -39,7 +41,7 @@ def judged(says: str, **changes: Any) -> tuple[float | Failure | ResponseFault, 
     async def main() -> float | Failure | ResponseFault:
         async with scoring_server(answer) as url:
             scorer = JudgeScorer("judge", section(url, **changes))
-            (score,) = await scorer.score([REQUEST])
+            (score,) = await scorer.score([request])
             await scorer.close()
         return score
 
@@ -55,6 +57,20 @@ def test_the_judge_sees_the_prompt_and_its_last_score_counts() -> None:
         {"role": "user", "content": "2 + 2 -> 4 (expected four)"},
     ]
     assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("m", 0.0, 512)
+
+
+def test_a_judge_with_images_sees_those_of_prompt_and_tools_in_their_order() -> None:
+    first, second = (ImagePart(name, file) for name, file in (("a", b"\x89PNG 1"), ("b", b"\xff\xd8 2")))
+    asked, screen = Message("user", (TextPart("click"), first)), Message("tool", (second,), tool_call_id="c1")
+    request = ScoreRequest((asked, screen, Message("assistant", "4")), {"answer": "four"})
+    score, seen = judged("Score: 1", request, images=True)
+    assert score == 1
+    (message,) = seen["messages"]
+    text, *pictures = message["content"]
+    assert text == {"type": "text", "text": " -> 4 (expected four)"}
+    urls = [picture["image_url"]["url"] for picture in pictures]
+    assert urls == ["data:image/png;base64,iVBORyAx", "data:image/jpeg;base64,/9ggMg=="]
+    assert judged("Score: 1", request)[1]["messages"][0]["content"] == " -> 4 (expected four)"
 
 
 @pytest.mark.parametrize(
