@@ -15,16 +15,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 900.0
-# A few steps of the quickstart without vLLM's start and without validations; the model answers in eight tokens.
-SHORT = (
+# Steps of the quickstart that are short and need no start of vLLM; the model answers in eight tokens.
+SMALL = (
     "policy.generation.backend=hf",
     "grpo.num_prompts_per_step=4",
     "grpo.num_generations_per_prompt=4",
+    "logger.progress=false",
+)
+SHORT = (  # and no validations
+    *SMALL,
     "grpo.val_at_start=false",
     "grpo.val_at_end=false",
     "grpo.val_period=0",
     "checkpointing.metric_name=null",
-    "logger.progress=false",
 )
 
 

@@ -3,7 +3,7 @@
 import json
 
 import datasets
-from journey import SHORT, Journey, main
+from journey import SMALL, Journey, main
 
 WORDS = ("able", "bird", "cold", "door", "east", "farm", "gold", "hill")
 RECIPE = """
@@ -35,13 +35,13 @@ def travel(journey: Journey) -> None:
     forms = [("rows.jsonl", mapped), ("rows.parquet", mapped), ("rows.arrow", mapped), ("saved", mapped)]
     for number, (path, keys) in enumerate([*forms, ("trl.parquet", "")], start=1):
         journey.write("grpo.yaml", RECIPE.format(path=path, keys=keys))
-        output = journey.nemo_rl("grpo", *SHORT, "grpo.max_num_steps=2")
+        output = journey.nemo_rl("grpo", *SMALL, "grpo.max_num_steps=2")
         journey.says(output, "loaded 8 prompts", "data.validation is not set: keeping the newest checkpoints")
         steps = journey.metrics(f"runs/exp_{number:03d}")
         journey.claim(f"{path}: two steps of 16 rollouts", [row["train/num_rollouts"] for row in steps] == [16, 16])
         journey.claim(f"{path}: no rollout fails", not any(row["train/failures/reward"] for row in steps))
     journey.write("grpo.yaml", RECIPE.format(path="rows.parquet", keys=""))
-    output = journey.nemo_rl("grpo", *SHORT, code=2)
+    output = journey.nemo_rl("grpo", *SMALL, code=2)
     journey.says(output, "has no field 'input'; input_key may name one of question, solution")
 
 
