@@ -39,8 +39,12 @@ def travel(journey: Journey) -> None:
     exported = answer_of(journey.run(*program, "speller", QUESTION))
     linked = answer_of(journey.run(*program, "runs/exp_001/model", QUESTION))
     journey.claim("the export answers as RUN/model", exported == linked, f"{exported!r} and {linked!r}")
-    served = ask_served(journey)
-    journey.claim("the server answers as both", served.strip() == exported.strip(), f"{served!r} and {exported!r}")
+    for options in ((), ("--", "--model", "speller")):  # words after -- are vLLM's, and win
+        served = ask_served(journey, *options)
+        what = "the export" if options else "the run"
+        journey.claim(
+            f"vLLM answers with {what} as both", served.strip() == exported.strip(), f"{served!r} and {exported!r}"
+        )
 
 
 def answer_of(output: str) -> str:
@@ -48,9 +52,9 @@ def answer_of(output: str) -> str:
     return next((line.removeprefix("ANSWER ") for line in output.splitlines() if line.startswith("ANSWER")), output)
 
 
-def ask_served(journey: Journey) -> str:
+def ask_served(journey: Journey, *options: str) -> str:
     """Serve the run's model, ask one question greedily, stop the server; return the answer."""
-    words = (*journey.program, "serve", "runs/exp_001", "--port", "8765")
+    words = (*journey.program, "serve", "runs/exp_001", "--port", "8765", *options)
     log = (journey.directory / "server.log").open("w")
     server = subprocess.Popen(
         words, cwd=journey.directory, env=journey.environment(), stdout=log, stderr=log, start_new_session=True

@@ -15,6 +15,7 @@ from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.server import GatewayServer, ServerSettings
 from nemo_rl.types import GenerationRequest
 from tests.fakes.generation import FakeGeneration
+from tests.openai_suite import run_suite
 from tests.unit.gateway.engines import CALL_TEXT, DEADLINE_S, TOOL, SpeakingGeneration, started, text_of, tokens_of
 
 HI: Any = {"role": "user", "content": "hi"}
@@ -158,6 +159,14 @@ def test_without_a_session_the_echoed_tokens_tell_the_chain():
                 await client.chat.completions.create(model="policy", messages=messages)
 
     serve(SpeakingGeneration("qwen3", lambda request, prompt: "<think>never shown again</think>\n\n4"), use)
+
+
+def test_the_suite_of_the_official_client_passes():
+    async def use(server: GatewayServer) -> None:
+        async with client_of(server.session_url(server.open_session())) as client:
+            await run_suite(client, "policy", "hi")
+
+    serve(SpeakingGeneration("qwen3", lambda request, prompt: "ABCD"), use)
 
 
 def test_models_and_health_are_told():
