@@ -18,7 +18,12 @@ HIDE_VLLM = """
 from importlib.machinery import PathFinder
 
 find_spec = PathFinder.find_spec
-PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] == "vllm" else find_spec(name, *rest)
+
+def hide(name, *rest):
+    return None if name.partition(".")[0] == "vllm" else find_spec(name, *rest)
+
+
+PathFinder.find_spec = staticmethod(hide)
 """
 
 
