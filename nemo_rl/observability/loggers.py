@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -185,16 +186,14 @@ class TensorboardLogger:
     def __init__(self, run_dir: Path, config: Mapping[str, object]) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+        self._open_writer = partial(SummaryWriter, str(run_dir / "tensorboard"))
+        self._writer = self._open_writer()
         self._writer.add_text("config", f"```json\n{json.dumps(dict(config), indent=2, default=str)}\n```", 0)
 
     def resume_after(self, step: int) -> None:
         """Discard what an earlier start has written about later steps; TensorBoard hides it on reading."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        start = Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
-        self._writer.file_writer.add_event(start, step=step + 1)
-        self._writer.flush()
+        self._writer.close()
+        self._writer = self._open_writer(purge_step=step + 1)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one scalar per metric."""

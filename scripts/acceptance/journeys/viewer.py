@@ -40,7 +40,7 @@ PAGES = {  # of each page: what its reader is shown
     "/s/exp_001": ("Reward", "Gradient norm", "<svg"),
     "/charts?run=exp_001&run=exp_002&metric=train/reward": ("exp_001", "exp_002", "<svg"),
     "/s/exp_001/step/1": ("group",),
-    "/s/exp_001/groups": ("<svg",),
+    "/s/exp_001/groups": ("all wrong", "mixed", "all right"),
     "/s/exp_001/rollouts/train": ("backward",),
     "/s/exp_001/rollout/train/0.0": ("backward", "expected"),
     "/s/exp_001/check": ("check",),
