@@ -40,7 +40,7 @@ KEYWORDS = {
     "output_dir": "logger.log_dir",
     "temperature": "policy.generation.temperature",
 }
-SIZES = {"num_prompts_per_step": 8, "num_generations_per_prompt": 8}  # of a step, by default
+SIZES = {"num_prompts_per_step": 8, "num_generations_per_prompt": 8}  # a step's sizes by default
 WAIT_S = 0.2  # between two looks for Ctrl-C
 
 

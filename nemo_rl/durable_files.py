@@ -22,7 +22,7 @@ LOCK_FILE = ".lock"
 LOCK_WAIT_S = 5.0  # for a holder that is about to end
 POLL_S = 0.1
 
-_open_descriptors: set[int] = set()  # of `close_after_fork`
+_open_descriptors: set[int] = set()  # those that `close_after_fork` closes
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 MAX_LOGGED_CHARACTERS = 300
-MIN_CONCEALED_CHARACTERS = 8  # of a value from the environment that is replaced inside of other text
+MIN_CONCEALED_CHARACTERS = 8  # shorter values from the environment are not replaced inside other text
 MAX_SHOWN_CHARACTERS = 120  # characters shown of a configuration value that is no text
 CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
     0x2028: "\\u2028",

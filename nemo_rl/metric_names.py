@@ -13,8 +13,8 @@ TOKENS = "mean over the trained tokens"
 ROLLOUT_ALGORITHMS = frozenset({"grpo", "distillation"})  # algorithms by the key of their section
 # failed rollouts would make a checkpoint look better, or no worse
 NEVER_RANKING = frozenset({"reward_without_failed", "accuracy_without_failed", "greedy_num_failed"})
-POLICY_PHASES = ("policy_and_reference_logprobs", "policy_training")  # of timing/train: the policy computes
-COLLECTION_PHASES = ("generation", "exposed_generation")  # of timing/train: the trainer waits for rollouts
+POLICY_PHASES = ("policy_and_reference_logprobs", "policy_training")  # in timing/train; the policy computes
+COLLECTION_PHASES = ("generation", "exposed_generation")  # in timing/train; the trainer waits for rollouts
 CHECKPOINT_ONLY_METRICS = frozenset({"train_flops"})  # counts of one step; logged as a rate, performance/train_flops
 
 

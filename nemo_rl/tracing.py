@@ -36,7 +36,7 @@ class SpanRecord(NamedTuple):
     name: str
     track: str
     lane: int  # in its track, from 0
-    start_ns: int  # of the monotonic clock
+    start_ns: int  # by the monotonic clock
     end_ns: int
     trace_id: int
     span_id: int

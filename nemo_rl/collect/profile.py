@@ -18,7 +18,7 @@ from nemo_rl.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ALL_DATASETS = "all"
-ENV_PREFIX = "env/"  # of an environment's name beside datasets, as in metrics
+ENV_PREFIX = "env/"  # marks an environment's name beside datasets, as in metrics
 THRESHOLDS = (0.25, 0.5, 0.75, 1.0)  # mean rewards
 
 

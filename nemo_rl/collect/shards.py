@@ -177,7 +177,7 @@ class OverlongInput:
     """Prompts of the input that are too long to be sampled from; part of the identity of a run that has any."""
 
     treatment: str  # `data.overlong`: mask or drop
-    max_tokens: int  # of a prompt
+    max_tokens: int  # limit for a prompt
     num_prompts: Mapping[str, int]  # by dataset
 
     @classmethod

@@ -19,7 +19,7 @@ from nemo_rl.config.value_types import MAX_SEED, Seed
 from nemo_rl.errors import ConfigError
 
 HIGHEST_ATTEMPTS = 254  # the store counts attempts in one byte
-MAX_SEEDS = 100_000  # of one collection: each has a file of its own
+MAX_SEEDS = 100_000  # per collection: each has a file of its own
 
 
 class CollectConfig(Section):

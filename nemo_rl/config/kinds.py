@@ -34,7 +34,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, defer_build=True, str_min_length=1
     )
-    # of a whole configuration: the recipe's text of each value that depends on the environment, by path
+    # In a whole configuration: the recipe's text of each value that depends on the environment, by path
     _environment_texts: Mapping[tuple[str, ...], str] = {}
 
     @classmethod

@@ -37,7 +37,7 @@ class ExpertLayout:
 
     parallel: int = 1  # divide the experts among them
     tensor: int = 1  # share each expert
-    copies: int = 1  # of the experts
+    copies: int = 1  # copies of all experts
 
     @property
     def num_ranks(self) -> int:

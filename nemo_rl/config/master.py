@@ -154,8 +154,8 @@ class GRPOConfig(RolloutTrainingConfig):
     )
     advantage_clip_low: float | None = None  # lower bound of every advantage; None: none
     advantage_clip_high: float | None = None  # upper bound of every advantage; None: none
-    invalid_tool_call_advantage: float | None = None  # of replies with an unreadable tool call
-    malformed_thinking_advantage: float | None = None  # of replies with malformed thinking tags
+    invalid_tool_call_advantage: float | None = None  # for replies with an unreadable tool call
+    malformed_thinking_advantage: float | None = None  # for replies with malformed thinking tags
     reward_scaling: RewardScalingConfig = RewardScalingConfig.with_defaults()
     reward_shaping: RewardShapingConfig = RewardShapingConfig.with_defaults()
     overlong_filtering: bool = False  # truncated rollouts: weight 0, still in the baseline

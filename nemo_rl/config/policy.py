@@ -417,8 +417,8 @@ class PolicyConfig(ModelConfig, ParallelModelConfig):
     logprob_chunk_size: ChunkSize = "auto"
     sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()
-    router_replay: RouterReplayConfig = RouterReplayConfig.with_defaults()  # of experts' routes, in training
-    freeze_vision: bool = False  # of a model that sees: train its projector and decoder, not its vision tower
+    router_replay: RouterReplayConfig = RouterReplayConfig.with_defaults()  # replay of experts' routes in training
+    freeze_vision: bool = False  # train projector and decoder of a model that sees, not its vision tower
     max_grad_norm: float | None = Field(default=1.0, gt=0)  # None: not clipped
     # the policy leaves a CUDA device that engines share while they sample; auto: unless both fit by the memory plan
     offload: Literal["auto", "always", "never"] = "auto"

@@ -92,7 +92,7 @@ class DPOConfig(SupervisedConfig):
     """`dpo`: length of training and validation, and the terms of the loss."""
 
     reference_policy_kl_penalty: float = Field(default=0.05, gt=0)  # beta: how far the policy may leave the reference
-    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # of the margin between the two rewards
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"  # loss on the margin between the two rewards
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # sigmoid: assumed share of swapped preferences
     preference_loss_weight: float = Field(default=1.0, ge=0)  # weight of the preference loss
     sft_loss_weight: float = Field(default=0.0, ge=0)  # weight of the negative log-likelihood of the chosen answers

@@ -25,7 +25,7 @@ from nemo_rl.types import ImagePart
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 ALLOWED = "allowed: PNG, JPEG and WebP"
-IMAGE_TYPES = ("image", "image_url", "input_image")  # of parts: this project's rows, and OpenAI's two APIs
+IMAGE_TYPES = ("image", "image_url", "input_image")  # types of parts: this project's rows, and OpenAI's two APIs
 DATA_URL = re.compile(r"data:([^,;]*)(;[^,]*)?,", re.ASCII)
 MAX_SIDE = 32_768  # pixels
 

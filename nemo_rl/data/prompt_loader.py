@@ -64,7 +64,7 @@ class PromptLoader:
         self._next = 0
         self._put_back: tuple[int, ...] = ()  # indices before the next one that are to be taken again
         self._mix, self._sizes = (tuple(mix), tuple(sizes)) if mix else ((1,), (len(prompts),))
-        self._orders: dict[int, tuple[int, Sequence[int]]] = {}  # of each dataset: its last epoch, and that order
+        self._orders: dict[int, tuple[int, Sequence[int]]] = {}  # by dataset: its last epoch, and that order
         self._fingerprint = fingerprint(self._prompts, shuffle=shuffle, seed=seed, mix=mix)  # once, for every state
 
     @property

@@ -42,7 +42,7 @@ class PromptSet:
     name: str  # in metrics
     prompts: Sequence[Prompt]  # lazy prompts are made when needed: iterate over them instead of collecting them
     held_out: frozenset[int] = frozenset()  # `messages_key` of prompts that must not be drawn: they are validated on
-    sizes: tuple[int, ...] = ()  # of the training blend: prompts of each dataset, one after the other
+    sizes: tuple[int, ...] = ()  # in the training blend: prompts of each dataset, one after the other
 
     @property
     def task_names(self) -> frozenset[str]:

@@ -18,7 +18,7 @@ from nemo_rl.data.rows import Rows, SelectedRows, describe_row_error
 from nemo_rl.errors import DataError, UnusableRowError
 from nemo_rl.types import Prompt
 
-SAMPLE_ROWS = 1_000  # of each part, checked before a model loads
+SAMPLE_ROWS = 1_000  # rows of each part that are checked before a model loads
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from nemo_rl.errors import ConfigError, DataError, describe_error
 from nemo_rl.image_features import ImageFeatures, PlacedImage
 from nemo_rl.types import ImagePart
 
-KEPT_BYTES = 2**30  # of processed images
+KEPT_BYTES = 2**30  # limit for processed images
 UNBATCHED = ("pixel_values", "pixel_attention_mask")  # arrays that processors of tiles give an axis of samples
 
 

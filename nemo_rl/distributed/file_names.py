@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 _known: WeakKeyDictionary[PreTrainedModel, tuple[dict[str, tuple[int, ...]], Mapping[str, "FilePart"] | None]]
 _known = WeakKeyDictionary()
-HALVES = 2  # of the rows of an expert: its gate and up projections, or one tensor of both
+HALVES = 2  # an expert's rows: its gate and up projections, or one tensor of both
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ UNLIMITED = 2**20  # requested if there is no hard limit: kernels have one of th
 OMP_PAUSE_HARD = 2  # OpenMP 5.0: release the threads and all state
 LOOPBACK_INTERFACE = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 EPHEMERAL_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux's ports for outgoing connections
-FAR_ADDRESS = ("192.0.2.1", 53)  # of no machine (RFC 5737); the route to it is the default one
+FAR_ADDRESS = ("192.0.2.1", 53)  # belongs to no machine (RFC 5737); the route to it is the default one
 FIRST = 20_000  # the lowest port that is handed out: Ray's workers listen below
 
 _LIBRARIES = ctypes.CDLL(None)  # all libraries of this process; OpenMP's runtime comes with torch

@@ -31,7 +31,7 @@ PLACEHOLDER = re.compile(r"(?<![{$])\{([a-z_]+)\}(?!\})")  # neither Jinja's {{t
 PROMPT_FILE_NAME = "prompt.txt"  # in the home
 OWN_VARIABLES = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}"}
 HARNESS_FAILED, HARNESS_TIMEOUT = "harness_failed", "harness_timeout"  # response faults of one that did not end well
-MAX_ARGUMENT_BYTES = 128 * 1024 - 1  # of one argument or variable; Linux's MAX_ARG_STRLEN without the closing zero
+MAX_ARGUMENT_BYTES = 128 * 1024 - 1  # per argument or variable; Linux's MAX_ARG_STRLEN without the closing zero
 IN_WORKDIR = "{workdir}/"  # begins the path of a file outside of the home
 
 

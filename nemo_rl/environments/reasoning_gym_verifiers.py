@@ -19,7 +19,7 @@ NUMBER = re.compile(r"[0-9]+")
 HARMLESS_ANSWERS = ("0", "[0]")
 # Numbers without a value, to which no distance can be told: some verifiers score it as none.
 NOT_FINITE = re.compile(r"\b(?:nan|inf|infinity)j?\b", re.IGNORECASE)
-TOLERANCE = 1e-4  # of a probability, as its verifier has it
+TOLERANCE = 1e-4  # for a probability, as its verifier has it
 EXPONENT = re.compile(r"[0-9.]+e\+?[0-9]+", re.IGNORECASE)
 
 

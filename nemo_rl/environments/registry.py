@@ -34,7 +34,7 @@ from nemo_rl.types import EnvStep, FailureClass, Message
 if TYPE_CHECKING:
     from nemo_rl.distributed.actors import ActorHandle
 
-MAX_RETRIES_OF_ONE = 2  # of a function, or of a step of one conversation, unless `retries.max_retries` is set
+MAX_RETRIES_OF_ONE = 2  # for a function, or a step of one conversation, unless `retries.max_retries` is set
 MAX_RESTARTS = 3  # per actor
 CLOSE_TIMEOUT_S = 30.0
 MAX_FUNCTION_THREADS = 32  # concurrent calls of a function that is not async

@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NE
 NUM_CAPABILITIES = 64  # more than any kernel has
 READABLE = ("/usr", "/lib", "/lib64", sys.prefix, sys.base_prefix)
 DEVICES = ("/dev/null", "/dev/urandom")
-HOME_BYTES, HOME_FILES = 64 * 1024 * 1024, 4096  # of all files of the code
+HOME_BYTES, HOME_FILES = 64 * 1024 * 1024, 4096  # limits for all files of the code
 HOME_OPTIONS = f"mode=700,size={HOME_BYTES},nr_inodes={HOME_FILES}"
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000

@@ -19,7 +19,7 @@ def copy_or_none(state: Any) -> Any:
     """Return a deep copy; None for a state that cannot be copied, e.g. one that holds a lock or a process."""
     try:
         return copy_state(state)
-    except Exception:  # of a user's object  # noqa: BLE001
+    except Exception:  # a user's object may raise anything  # noqa: BLE001
         return None
 
 

@@ -51,7 +51,7 @@ class SessionProvider(Protocol):
 class RewardRange:
     """The rewards that a rollout may have: each of them and their sum are within `low` and `high`."""
 
-    key: str = "env.<name>"  # of the section, for errors
+    key: str = "env.<name>"  # the section's, for errors
     low: float = -100.0
     high: float = 100.0
 

@@ -86,7 +86,7 @@ def assemble_batch(
     trajectories: list[Trajectory] = []
     samples: list[TrainingSample] = []
     rows: list[BatchRow] = []
-    baselines: list[float] = []  # of the rows
+    baselines: list[float] = []  # one per row
 
     def reward_of(trajectory: Trajectory) -> float:
         return trajectory.reward if rewards is None else rewards[trajectory_key(trajectory)]

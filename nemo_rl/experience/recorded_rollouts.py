@@ -53,7 +53,7 @@ async def run_recorded_rollouts(
                 trajectory = await dependencies.scoring.score(trajectory, supervision.watchdog)
             end_rollout_span(span, trajectory)
         finally:
-            span.end()  # of a rollout that was cancelled
+            span.end()  # the rollout was cancelled
         dependencies.failure_log.record(trajectory)
         if options.progress is not None:
             options.progress(trajectory)

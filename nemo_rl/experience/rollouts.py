@@ -138,7 +138,7 @@ class _SchedulerRun:
         )
         self._retries = RetryPolicy(limits.max_retries, limits.retry_backoff_s)
         self._scoring_tasks: list[asyncio.Task[Trajectory]] = []
-        self._spans: list[AnySpan] = []  # of all rollouts
+        self._spans: list[AnySpan] = []  # all rollouts' spans
         self._prompts: dict[int, EncodedPrompt | Failure] = {}  # keys: id() of prompts, which the jobs keep alive
 
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:

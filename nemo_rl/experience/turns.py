@@ -141,7 +141,7 @@ class Episode:
         self._rewards: dict[str, float] = {}
         self._answer: str | None = None
         self._response_faults: dict[str, None] = {}  # an ordered set
-        self._columns = NO_COLUMNS  # of the last request that has any
+        self._columns = NO_COLUMNS  # the last request's that has any
         self._weight_versions: tuple[int, int] | None = None
         self._stop_reason: StopReason | None = None
         self._failure: Failure | None = None

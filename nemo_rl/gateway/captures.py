@@ -29,7 +29,7 @@ class CaptureSnapshot:
 class CapturedCalls:
     """Records of a rollout from some index on."""
 
-    serial: int  # of the capture: another one under the same rollout id has another
+    serial: int  # differs between captures under the same rollout id
     records: tuple[bytes, ...]
 
 

@@ -29,7 +29,7 @@ class LiveSession:
     trains: bool = True  # False for validation and evaluation
     by_client: bool = False  # opened over HTTP; counts towards a limit of its own
     is_side_call: SideCallTest | None = None  # tells calls that are not trained on
-    span: SpanContext | None = field(default_factory=current_context)  # of the rollout, which its calls belong to
+    span: SpanContext | None = field(default_factory=current_context)  # the rollout's, to which its calls belong
     is_closed: bool = False
     running: set[asyncio.Task[object]] = field(default_factory=set)  # generations in flight
     _sample_indices: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)

@@ -74,7 +74,7 @@ class ServerSettings:
     max_client_sessions: int = 1024  # opened over HTTP
     max_connections: int = 4096
     max_echoed_calls: int = 65_536  # stored for clients without a session
-    max_captured_bytes: int = 512 * 2**20  # of captured records
+    max_captured_bytes: int = 512 * 2**20  # limit for captured records
     ttl_s: float = 3600.0  # time to live of unused sessions, stored calls and captures
     max_body_bytes: int = 32 * 2**20
     headers_timeout_s: float = 30.0

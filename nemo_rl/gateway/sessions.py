@@ -104,7 +104,7 @@ class Node:
     asked: tuple[Message, ...] = ()  # messages of the request as the client knows them, without instructions
     is_delivered: bool = True  # False: the client was gone before it had the answer
     is_side_call: bool = False  # beside the task: its chain is not trained on
-    columns: TokenColumns = NO_COLUMNS  # of its whole request and response, until another call continues it
+    columns: TokenColumns = NO_COLUMNS  # its whole request's and response's, until another call continues it
 
     def message_log(self) -> MessageLog:
         """Return the whole history up to and including the sampled message."""

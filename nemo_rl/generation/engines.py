@@ -17,7 +17,7 @@ DEFAULT_START_S = 300.0  # enough for a small model
 class AdapterSlots:
     """The adapters that an engine holds beside its model: the newest versions of one."""
 
-    rank: int  # of the adapter
+    rank: int  # the adapter's
     num_versions: int  # newest ones that requests may ask for; older ones stay while a request runs under them
 
 

@@ -100,7 +100,7 @@ class RouteRecorder:
         if not routers:
             raise GenerationError(f"policy.router_replay: {type(model).__name__} has no router of a known kind")
         self._dtype = id_dtype(max(router.num_experts for router in routers))
-        self._layers: list[np.ndarray] = []  # of one forward pass, [B * T, k]
+        self._layers: list[np.ndarray] = []  # one forward pass's, [B * T, k]
         for router in routers:
             router.register_forward_hook(self._keep)
 

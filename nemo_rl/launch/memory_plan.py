@@ -106,7 +106,7 @@ class RunMemory:
     saves_whole_model: bool = True  # False: adapters alone
     backend_key: str = "policy.dtensor_cfg"
     micro_batch_keys: tuple[str, ...] = ("policy.sequence_packing.train_mb_tokens",)  # in training and scoring
-    tokens_per_unit: int = 1  # of these keys
+    tokens_per_unit: int = 1  # one unit of these keys
 
     @property
     def takes_turns(self) -> bool:

@@ -35,7 +35,7 @@ from nemo_rl.quickstart.words import load_quickstart_prompts
 logger = logging.getLogger(__name__)
 
 COMPLETE_MARKER = "complete"  # file that marks a complete directory; holds the recipe of its weights
-VISION_MODEL_VERSION = "1"  # of the weights that a seed gives
+VISION_MODEL_VERSION = "1"  # changes with the weights that a seed gives
 MAX_TOKENS = 64  # in a question with its spelling
 
 OnStep = Callable[[int, int, float], None]  # (steps done, steps in all, loss)

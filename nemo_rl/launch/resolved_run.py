@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 SHORT_TOKENS, LONG_MODEL_TOKENS = 128, 1024  # a limit for toy tasks, and a context that no toy model has
 COMPARING = ("math", "tools")  # types of environments that compare a response with `answer`
-GPU_KEYS = {"gpus_per_node", "gpu_memory_gb"}  # of `cluster`, which describe the machines of a run
+GPU_KEYS = {"gpus_per_node", "gpu_memory_gb"}  # keys of `cluster` that describe the machines of a run
 
 AnyTrainingConfig: TypeAlias = TrainingRunConfig | SupervisedRunConfig
 

@@ -12,7 +12,7 @@ from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
 from nemo_rl.tracing import SpanRecord, TraceRecord
 
-TIMEOUT_S = 10.0  # of one export
+TIMEOUT_S = 10.0  # deadline of one export
 BATCH_SIZE = 512
 
 

@@ -29,7 +29,7 @@ class RunStart:
     host: str
     pid: int
     state: RunState = "running"
-    cause: str = ""  # of "failed": the error's type and the first line of its text
+    cause: str = ""  # if "failed": the error's type and the first line of its text
     ended_at: float | None = None
 
 

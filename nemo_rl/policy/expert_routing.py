@@ -25,7 +25,7 @@ from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.token_layout import TokenLayout
 from nemo_rl.token_columns import ROUTED_EXPERTS
 
-LOAD_PERCENTILES = (0, 10, 50, 90)  # of the experts' load, in metrics
+LOAD_PERCENTILES = (0, 10, 50, 90)  # percentiles of the experts' load, in metrics
 
 
 @dataclass(frozen=True, slots=True)

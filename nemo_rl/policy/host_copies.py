@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_rl.policy.offload import synchronize
 
-ALIGNMENT = 64  # of the first byte of each copy
+ALIGNMENT = 64  # bytes; each copy begins at a multiple
 BLOCK_BYTES = 2**30  # several of a large model's matrices
 
 

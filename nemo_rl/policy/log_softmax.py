@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # Numbers per block of rows. On a CPU a block stays in its cache; on a GPU each operation is a launch, and a chunk of
 # 1,024 positions of 150k tokens is three blocks with intermediate results of 256 MiB each.
 CPU_BLOCK, ACCELERATOR_BLOCK = 2**22, 2**26
-KERNEL_TOLERANCE = 1e-4  # of the kernels' log-probs and gradients on logits of a few units
+KERNEL_TOLERANCE = 1e-4  # for the kernels' log-probs and gradients on logits of a few units
 
 
 class RowStatistics(NamedTuple):

@@ -193,7 +193,7 @@ class CausalLogprobs(nn.Module):
         self.truncation = WHOLE  # the scored distribution's
         self.vocabulary: VocabularyShard | None = None  # this rank's part of a split output layer
         self.has_float32_residual = False  # layers of a bfloat16 model take and return float32
-        self.routing: ExpertRouting | None = None  # of a mixture of experts that is trained
+        self.routing: ExpertRouting | None = None  # for a mixture of experts that is trained
         self.context: ContextRanks | None = None  # ranks that compute slices of each row
         self.images = ImageEmbedder(model) if sees(model.config) else None
         probe = small_model(model, probe_device) if model.device.type == "meta" else self.model

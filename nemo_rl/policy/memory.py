@@ -157,7 +157,7 @@ class RankMemory:
     shape: ModelShape
     compute_bytes: int = 2  # per number in forward and backward
     data: int = 1  # ranks that share the tokens of a step and, with FSDP2, the weights
-    context: int = 1  # of them, those that share each micro-batch
+    context: int = 1  # those among them that share each micro-batch
     tensor: int = 1
     stages: int = 1
     experts: int = 1  # ranks that divide a layer's experts among them; loads are assumed to be equal

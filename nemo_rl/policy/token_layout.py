@@ -27,7 +27,7 @@ class ScoredShare:
     """The needed entries that a rank scores."""
 
     predictors: torch.Tensor  # [m] int64: positions in the rank's N tokens of the distributions before the entries
-    part: slice = field(default_factory=lambda: slice(None))  # of the M entries
+    part: slice = field(default_factory=lambda: slice(None))  # this rank's part of the M entries
     sizes: tuple[int, ...] = ()  # entries of each rank of a context; empty: this rank scores all
 
 

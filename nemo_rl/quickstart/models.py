@@ -62,7 +62,7 @@ class Recipe:
     hidden_size: int = 192
     num_layers: int = 2
     tokenizer: Literal["characters", "pairs"] = "characters"
-    num_experts: int = 0  # of each layer, two of which compute a token; 0: a dense model
+    num_experts: int = 0  # per layer, two of which compute a token; 0: a dense model
 
     @property
     def text(self) -> str:

@@ -13,7 +13,7 @@ from nemo_rl.launch.trained_model import METRICS_FILE, TrainedModel
 CARD_FILE = "README.md"
 RECIPE_FILE = "training_recipe.yaml"
 PUBLISHED_SECTIONS = ("grpo", "distillation", "sft", "dpo", "loss_fn", "reward_penalties", "policy")
-PRIVATE_KEYS = ("vllm_kwargs", "backend_cfg", "server", "env_vars")  # of these sections: they may hold anything
+PRIVATE_KEYS = ("vllm_kwargs", "backend_cfg", "server", "env_vars")  # sections that may hold anything
 NUM_CURVE_ROWS = 12
 CURVES = {"train/reward": "reward", "validation/reward": "validation reward", "validation/accuracy": "accuracy",
           "validation/greedy_accuracy": "greedy accuracy", "train/loss": "loss",

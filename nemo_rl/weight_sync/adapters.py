@@ -24,7 +24,7 @@ Chosen = Literal["merged", "separate"]
 
 KEY = "weight_sync.adapter"
 DESCRIPTIONS = {"merged": "merged into whole weights", "separate": "alone"}
-MAX_RANK = 512  # of vLLM 0.32
+MAX_RANK = 512  # vLLM 0.32 takes no more
 TESTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by `auto`: tests compare their log-probs under adapters with peft's
 
 

@@ -71,9 +71,9 @@ BASH_TOOL = {
 # Dockerfile instructions that copying environment/ to /app makes unnecessary.
 HARMLESS = re.compile(r"\s*(?:#|$|FROM\s|WORKDIR\s+/app/?\s*$|COPY\s+\.\s+(?:\.|/app)/?\s*$|(?:CMD|LABEL|ARG)\b)", re.I)
 START_S = 30.0
-MAX_REWARD_BYTES = 1024 * 1024  # of a reward file; the rest is never read
+MAX_REWARD_BYTES = 1024 * 1024  # read from a reward file; the rest never is
 MAX_COMMAND_BYTES = 100_000  # the kernel accepts 128 KiB
-REWARD_FILES = ("reward.json", "reward.txt")  # of which tests write one
+REWARD_FILES = ("reward.json", "reward.txt")  # tests write one of them
 REWARD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_REWARDS = 32
 FIRST_SIGNAL_STATUS = 128  # exit status of a shell that a signal ended, and above
@@ -91,8 +91,8 @@ class HarborConfig(HarnessConfig):
     command_timeout_s: Seconds = 60.0  # per command of the policy
     max_output_chars: int = Field(default=8192, gt=0)  # per command; longer output is cut in the middle
     timeout_s: Seconds = 480.0  # per rollout; half of it for the policy, the rest for tests
-    reward_min: float = Field(default=0.0, allow_inf_nan=False)  # of tests; a response that breaks them earns it
-    reward_max: float = Field(default=1.0, allow_inf_nan=False)  # of tests; a higher one earns reward_min
+    reward_min: float = Field(default=0.0, allow_inf_nan=False)  # for tests; a response that breaks them earns it
+    reward_max: float = Field(default=1.0, allow_inf_nan=False)  # for tests; a higher one earns reward_min
     mounts: list[str] = Field(default_factory=list)  # directories that a harness needs, read-only at the same paths
     # address space of each process, which Node and Bun reserve far more of than they use; null: unlimited
     address_space_gb: float | None = Field(default=8.0, gt=0)

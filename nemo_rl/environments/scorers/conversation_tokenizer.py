@@ -16,7 +16,7 @@ from nemo_rl.environments.scorers.reward_model import RenderingConfig
 from nemo_rl.types import Message, ResponseFault
 
 UNREADABLE = "unreadable_by_scorer"  # a response fault
-FIRST_MARK = 0xF0000  # of a private-use area, one character per special token
+FIRST_MARK = 0xF0000  # begins a private-use area, one character per special token
 ANY_RESPONSE = Message("assistant", "x")  # that every template and tokenizer takes
 
 

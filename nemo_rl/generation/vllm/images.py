@@ -18,7 +18,7 @@ import torch
 from nemo_rl.data.vision import image_only
 from nemo_rl.image_features import ImageFeatures, PlacedImage
 
-MAX_IMAGES = 64  # of a prompt; vLLM reserves nothing for them
+MAX_IMAGES = 64  # per prompt; vLLM reserves nothing for them
 PREPARED_TYPES = ("qwen2_5_vl",)
 ARGUMENTS: dict[str, Any] = {
     "mm_device_do_normalize": False,  # else Qwen's classes normalize pixels once more

@@ -82,7 +82,7 @@ class RouterBalance:
         self._shares: dict[int, torch.Tensor] = {}  # choices of each expert on all ranks in this micro-batch, [E]
         self._losses: dict[str, torch.Tensor] = {}  # this rank's part since the last step
         self._mask: torch.Tensor | None = None
-        self._weight = 0.0  # of the micro-batch; 0 outside of one
+        self._weight = 0.0  # the micro-batch's; 0 outside of one
         self._is_counting = False
         for index, router in enumerate(self._routers):
             observe = torch.compiler.disable(partial(self._observe, index))

@@ -20,8 +20,8 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.policy.exchanges import exchange_rows
 from nemo_rl.policy.fsdp2.shards import gather_full_tensor
 
-GATHERED_BYTES = 2**26  # of experts' weights at a time
-FSDP_DIM = 1  # of stacked weights [E, rows, columns]: whole experts are sharded by rows over the ranks that copy them
+GATHERED_BYTES = 2**26  # weights of experts that are gathered at a time
+FSDP_DIM = 1  # rows of stacked weights [E, rows, columns]: the ranks that copy whole experts shard them by rows
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -32,8 +32,8 @@ class Kernels:
             "bias_dropout_fusion": self.compiled,  # bias and residual sum, by jit_fuser
             "gradient_accumulation_fusion": self.apex_gradients,
             "apply_rope_fusion": self.transformer_engine,
-            "masked_softmax_fusion": False,  # of Megatron's own attention, in place of which CausalAttention computes
-            "persist_layer_norm": False,  # of Apex's LayerNorm; these models have RMSNorm
+            "masked_softmax_fusion": False,  # for Megatron's own attention; CausalAttention computes in its place
+            "persist_layer_norm": False,  # belongs to Apex's LayerNorm; these models have RMSNorm
         }
 
 

@@ -37,7 +37,7 @@ class Mixture:
     has_experts: tuple[bool, ...]  # per layer; the others are dense
     renormalizes: bool  # a token's weights sum to 1 (or to `scaling`)
     has_bias: bool = False  # sigmoid scores; a bias per expert is added to the scores that choose
-    num_groups: int = 1  # of experts
+    num_groups: int = 1  # groups of experts
     topk_groups: int = 1  # groups that a token's experts are in
     scaling: float | None = None  # factor of the weights
     shared_width: int | None = None  # inner width of the shared expert

@@ -203,7 +203,7 @@ class Stage(GPTModel):
         )
         self.config = copy(settings)  # which the schedules read; the layers keep their own
         self.config.num_moe_experts = None  # else they scale losses of the layers by the device of the scores
-        self.routing: StageRouting | None = None  # of a mixture of experts that is trained
+        self.routing: StageRouting | None = None  # for a mixture of experts that is trained
         self.num_tokens = model.vocab_size
         self.temperature = temperature
         self.truncation = WHOLE  # the scored distribution's

@@ -19,7 +19,7 @@ OUTPUT = "lm_head.weight"
 EXPERT_BIAS = "router.expert_bias"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
-Value = Callable[[torch.Tensor], torch.Tensor]  # of a parameter or buffer of the stage
+Value = Callable[[torch.Tensor], torch.Tensor]  # from a parameter or buffer of the stage
 Store = Callable[[torch.Tensor, torch.Tensor], object]
 
 

@@ -40,7 +40,7 @@ class RouteTable:
         shape = runner.kv_cache_config.num_blocks, specs[0].block_size, len(layers), routers[0].top_k
         self._blocks = np.full(shape, missing_value(dtype), dtype)  # [blocks, slots of a block, L, k]
         self._slots = self._blocks.reshape(-1, *shape[2:])  # the same memory, [S, L, k]
-        self._step: list[torch.Tensor | None] = [None] * len(layers)  # of the last forward pass: [tokens, k] int32
+        self._step: list[torch.Tensor | None] = [None] * len(layers)  # the last forward pass's: [tokens, k] int32
         self._finished: dict[str, np.ndarray] = {}  # whose blocks may have been written again
         self._settled: set[str] = set()  # vLLM's names of requests that were taken or dropped while the runner has them
         self._runner = runner
