@@ -182,7 +182,7 @@ class _PrefixTargetBuilder:
     def longer(self) -> dict[int, list[tuple[bytes, float]]]:
         """Return, at each byte, continuations and weights of likely longer tokens that cover the text before it.
 
-        A teacher that knows `th` reads `t` only where no `h` follows: without these its distribution after `t` would
+        A teacher that knows `th` reads `t` only if no `h` follows: without these its distribution after `t` would
         tell the student that `h` is wrong wherever it sampled something else.
         """
         starts, found = set(self.student_starts[:-1]), dict[int, list[tuple[bytes, float]]]()

@@ -175,7 +175,7 @@ def _megatron_names(saved: SavedTensors, model: PreTrainedModel) -> Iterator[tup
 
 
 def _find_megatron_key(saved: SavedTensors, name: str) -> tuple[str | None, int | None]:
-    """Return the key of a weight of Megatron's and, where it holds all layers, the layer's index in it."""
+    """Return the key of a weight of Megatron's and, if it holds all layers, the layer's index in it."""
     name = name.replace(OWN_EXPERTS, SAVED_EXPERTS)
     names = [name, *(name.replace(own, fused) for own, fused in FUSED_NORMS.items() if own in name)]
     for one in names:

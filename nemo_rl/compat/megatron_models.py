@@ -1,4 +1,4 @@
-"""Models of NeMo-RL's Megatron recipes that Megatron here does not map: FSDP2 trains them, where a layout may change.
+"""Models of NeMo-RL's Megatron recipes that Megatron here does not map: FSDP2 trains them, if a layout may change.
 
 The model's type tells whether it is mapped; of an unknown one, that the recipe has no expert parallelism.
 """

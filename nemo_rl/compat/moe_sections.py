@@ -73,7 +73,7 @@ def _balance_loss(section: dict[str, Any], report: Report) -> dict[str, Any]:
 
 
 def _bias_rate(section: dict[str, Any], model_type: str | None, report: Report) -> dict[str, Any]:
-    """Return the rate; Megatron reads it only where the router has a bias, which other models get by a switch."""
+    """Return the rate; Megatron reads it only if the router has a bias, which other models get by a switch."""
     rate, is_enabled = (
         section.pop("moe_router_bias_update_rate", None),
         section.pop("moe_router_enable_expert_bias", None),

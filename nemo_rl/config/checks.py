@@ -79,7 +79,7 @@ def _check_section(key: str, model: PolicyConfig | TeacherConfig, longest: int) 
 
 
 def _check_divided_rows(key: str, model: PolicyConfig | TeacherConfig) -> None:
-    """Raise ConfigError for `context_parallel_size: auto` where no limit of tokens tells which rows are long."""
+    """Raise ConfigError for `context_parallel_size: auto` if no limit of tokens tells which rows are long."""
     where = f"{key}.{model.backend_key}.context_parallel_size"
     if isinstance(model, TeacherConfig):
         raise ConfigError(where, AUTO, "a teacher scores whatever the policy sampled; allowed: a number")
@@ -89,7 +89,7 @@ def _check_divided_rows(key: str, model: PolicyConfig | TeacherConfig) -> None:
 
 
 def _check_shared_prefixes(key: str, model: PolicyConfig | TeacherConfig) -> None:
-    """Raise ConfigError for `share_prefixes` where nothing is packed, or nothing that reads it."""
+    """Raise ConfigError for `share_prefixes` if nothing is packed, or nothing that reads it."""
     packing, section = model.sequence_packing, f"{key}.{PACKING}"
     if not packing.share_prefixes:
         return

@@ -130,7 +130,7 @@ class InputDataConfig(BaseDataConfig):
 
 
 def find_dataset(name: str, *, key: str) -> DatasetEntry:
-    """Return the dataset entry called `name`; raises ConfigError for `key` where there is none."""
+    """Return the dataset entry called `name`; raises ConfigError for `key` if there is none."""
     entry = DATASETS.entry(name, key=key)
     return entry if isinstance(entry, DatasetEntry) else DatasetEntry(entry.section, entry.make, entry.check)
 
@@ -140,7 +140,7 @@ def resolve_dataset(
 ) -> tuple[DatasetEntry, DatasetConfig]:
     """Return a dataset's entry and its full section: its own keys over what the entry knows over `data.default`.
 
-    Raises ConfigError where no dataset, or an unknown one, is named.
+    Raises ConfigError if no dataset, or an unknown one, is named.
     """
     name = own.dataset_name or default.dataset_name or infer_dataset_name(own.data_path)
     if name is None:

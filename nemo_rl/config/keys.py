@@ -189,7 +189,7 @@ def make_unknown_key_error(path: Path, raw: Any, schema: type[Section] = GRPORun
 
 
 def reject_booleans(raw: Any, validated: Any, path: Path = ()) -> None:
-    """Raise ConfigError where true or false stands for a number: pydantic would read 1 or 0."""
+    """Raise ConfigError if true or false stands for a number: pydantic would read 1 or 0."""
     if isinstance(raw, bool) and not isinstance(validated, bool):
         raise ConfigError(
             dotted(path), raw, "must be a whole number" if isinstance(validated, int) else "must be a number"

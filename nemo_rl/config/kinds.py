@@ -131,7 +131,7 @@ class Kind:
                 self.registered[name] = before
 
     def entry(self, name: str, *, key: str) -> Entry[Any]:
-        """Return the entry called `name`; raises ConfigError for `key` where there is none.
+        """Return the entry called `name`; raises ConfigError for `key` if there is none.
 
         `name` is a built-in or registered name, or the dotted path ("package.module:Name" or "package.module.Name") of
         an `Entry`, or of a class or function that the kind's adapter makes an entry of. Modules beside the directory
@@ -210,7 +210,7 @@ def entry_from_callable(
 ) -> Entry[SectionT]:
     """Return the entry of a user's class, or function, that is called with its section's `kwargs` alone.
 
-    Raises ConfigError for `key` where `target` cannot be called; the entry's check does for `kwargs` that do not fit
+    Raises ConfigError for `key` if `target` cannot be called; the entry's check does for `kwargs` that do not fit
     and for a result that is not of `protocol`, then runs `check`.
     """
     contract = f"interfaces.{protocol.__name__}"
@@ -235,7 +235,7 @@ def entry_from_callable(
 
 
 def import_path(key: str, path: str) -> Any:
-    """Return what "package.module:Name" names; raises ConfigError for `key` where there is no such thing."""
+    """Return what "package.module:Name" names; raises ConfigError for `key` if there is no such thing."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or module_name.startswith("."):
         raise ConfigError(key, path, "no dotted path such as package.module:name")

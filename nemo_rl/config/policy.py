@@ -349,7 +349,7 @@ class GenerationConfig(SamplingConfig):
         return cls(**sampling.model_dump(), backend=server.backend)
 
     def check_layout(self, layout: Layout, *, collects_in_background: bool) -> None:
-        """Raise ConfigError where the engine cannot run under `layout`."""
+        """Raise ConfigError if the engine cannot run under `layout`."""
 
     def for_layout(self, layout: Layout, *, samples_beside_training: bool) -> "GenerationConfig":
         """Return the section with the keys set that depend on `layout` and were left to it."""

@@ -150,7 +150,7 @@ class LoggerConfig(Section):
     progress: bool = True  # the display in the terminal
     num_val_samples_to_print: int = Field(default=3, ge=0)  # conversations of each validation shown in the log
     train_samples_period: int = Field(default=0, ge=0)  # steps between two tables of training rollouts; 0: none
-    monitor_gpus: bool = True  # log the use of this node's GPUs with each step, where nvidia-smi shows some
+    monitor_gpus: bool = True  # log the use of this node's GPUs with each step, if nvidia-smi shows some
     rollout_details: int = Field(default=1, ge=0)  # groups of a step whose tokens rollouts/details.jsonl describes
     wandb: WandbConfig = WandbConfig.with_defaults()
     trace: TraceConfig = TraceConfig()

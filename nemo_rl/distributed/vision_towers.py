@@ -114,7 +114,7 @@ class ImageEmbedder:
 
     Args:
         model: one that `sees`.
-        always_runs: run the tower, over an example, also where there is no image: ranks that gather its weights
+        always_runs: run the tower, over an example, also if there is no image: ranks that gather its weights
             together call it equally often.
     """
 

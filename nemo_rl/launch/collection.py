@@ -56,7 +56,7 @@ async def run_collection(config: SampledRunConfig, console: Console | None = Non
     """Run what is missing of the configuration's seeds and chunk. A signal to stop ends it with what is stored.
 
     Raises ConfigError for what cannot run, with each difference if the directory holds rollouts of another
-    configuration; RolloutError and GenerationError where something breaks: what has ended by then is stored.
+    configuration; RolloutError and GenerationError if something breaks: what has ended by then is stored.
     """
     console = console or open_console(config.logger.level)
     interrupt, interrupted = Interrupt(), False

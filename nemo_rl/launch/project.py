@@ -28,7 +28,7 @@ def _init(parsed: argparse.Namespace) -> ExitCode:
 
 
 def write_project(directory: Path) -> list[Path]:
-    """Write a project that trains as it is; return its files. Raises ConfigError where one of them exists."""
+    """Write a project that trains as it is; return its files. Raises ConfigError if one of them exists."""
     name = re.sub(r"[^\w-]+", "-", directory.resolve().name, flags=re.ASCII).strip("-") or "project"
     texts = {
         path.stem: path.read_text(encoding="utf-8").replace("@name@", name)

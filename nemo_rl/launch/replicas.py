@@ -104,7 +104,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _read_state(run_dir: Path) -> ReportedState:
-    """Return the state that the run wrote last. Raises DataError where there is none."""
+    """Return the state that the run wrote last. Raises DataError if there is none."""
     try:
         return _REPORTED_STATE.validate_json((run_dir / STATE_FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -107,7 +107,7 @@ async def _resolve_model_name(endpoint: Endpoint, requested: str | None) -> str:
 
 
 async def _supports_token_ids(endpoint: Endpoint, model: str, encoder: ChatEncoder | None, *, required: bool) -> bool:
-    """Return whether completions take and return token ids; with `required`, raise ConfigError where they do not.
+    """Return whether completions take and return token ids; with `required`, raise ConfigError if they do not.
 
     Raises EndpointError for a server that fails (a 500, a refused key, no answer): its API is unknown.
     """

@@ -85,7 +85,7 @@ def read_run_record(run_dir: Path) -> RunRecord | None:
     """Return the record of a run; None if it has none that can be read.
 
     The state of a start that nobody ended is "died" once no process holds the directory; "running" if that cannot be
-    known here: on another host, or where locks do not work.
+    known here: on another host, or if locks do not work.
     """
     try:
         values = json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))

@@ -181,7 +181,7 @@ class RankMemory:
     def own_parameters(self) -> int:
         """Return the number of parameters that data-parallel ranks divide.
 
-        These are all experts, and of the rest a tensor-parallel part; where no weights are divided, its own experts.
+        These are all experts, and of the rest a tensor-parallel part; if no weights are divided, its own experts.
         """
         return self._own_dense + self._own_experts
 

@@ -79,7 +79,7 @@ def _waits(timeline: Timeline, step: Step) -> list[Segment]:
 
 
 def _by_cause(timeline: Timeline, start_ns: int, end_ns: int) -> list[Segment]:
-    """Return the critical path of a wait for rollouts; generation is divided where few rollouts are left."""
+    """Return the critical path of a wait for rollouts; generation is divided if few rollouts are left."""
     tail_from = find_tail(timeline.generation_within(start_ns, end_ns))
     return [
         part

@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Instead of waiting it moves the clock on; where nothing could ever happen it says so."""
+    """Instead of waiting it moves the clock on; if nothing could ever happen it says so."""
 
     now = 0.0
 

@@ -202,7 +202,7 @@ def _fit_engine(
 
 
 def _fit_trainer(timeline: Timeline, steps: Sequence[Step], rollouts: Sequence[SpanRecord]) -> TrainerCurve:
-    """Fit the policy's time: from its micro-batches where they are traced, else by sampled tokens alone."""
+    """Fit the policy's time: from its micro-batches if they are traced, else by sampled tokens alone."""
     num_tokens = sum(map(_tokens, rollouts))
     policy_s = sum(intervals.total(step.phases.get(name, ())) for step in steps for name in POLICY_PHASES) / 1e9
     window = steps[0].start_ns, steps[-1].end_ns

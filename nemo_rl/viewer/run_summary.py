@@ -18,7 +18,7 @@ State: TypeAlias = RunState | Literal["unknown", ""]  # unknown: a run without r
 STATES: tuple[State, ...] = ("running", "ended", "interrupted", "failed", "died", "unknown")
 DATA_KEYS = ("name", "dataset_name", "data_path")  # the first that is there names a dataset
 MAX_STEPS = 10**12  # a greater number is none that a run asks for
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where libyaml is there
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast if libyaml is there
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def choose_adapter_refit(
 ) -> tuple[Chosen, str]:
     """Return how a LoRA policy reaches the engines, and why; raises ConfigError for what does not work.
 
-    auto: separate where rollouts run while the policy trains, for these then end under their own weights and no refit
+    auto: separate if rollouts run while the policy trains, for these then end under their own weights and no refit
     waits for them; else merged, since an engine computes with adapters more slowly. Times are not measured for it: the
     two round differently, so that a run would not be repeatable. Without `model` it is taken to be one that works.
     """

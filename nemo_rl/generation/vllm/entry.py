@@ -126,7 +126,7 @@ class VllmGenerationConfig(GenerationConfig):
         )
 
     def check_layout(self, layout: "Layout", *, collects_in_background: bool) -> None:
-        """Raise ConfigError where the engine samples while the policy trains, and could not give it its memory."""
+        """Raise ConfigError if the engine samples while the policy trains, and could not give it its memory."""
         if collects_in_background and layout.device == "cuda" and not layout.is_split and self.can_sleep:
             raise ConfigError(
                 "policy.generation.vllm_cfg.enable_sleep_mode",

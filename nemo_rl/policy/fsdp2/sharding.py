@@ -168,7 +168,7 @@ def _gather_tokens(norm: nn.Module, inputs: Any, output: DTensor) -> torch.Tenso
 
 
 def should_compile(model: PreTrainedModel, section: DTensorConfig, device: torch.device) -> bool:
-    """Return whether decoder layers are compiled; by default only where Triton works, which compiles for CUDA.
+    """Return whether decoder layers are compiled; by default only if Triton works, which compiles for CUDA.
 
     Adapters are left alone by default: a layer is compiled again when they are switched off for the reference.
     """

@@ -101,7 +101,7 @@ def _sum_gradients(model: list[Any], num_tokens: Any = None, **arguments: Any) -
 
 
 def _layer_specs(settings: TransformerConfig, model: PreTrainedConfig, kernels: Kernels) -> TransformerBlockSubmodules:
-    """Return the specifications of this stage's layers, with experts where the model has them, and of the last norm."""
+    """Return the specifications of this stage's layers, with experts if the model has them, and of the last norm."""
     dense = layer_spec(model, kernels, core_attention=CausalAttention)
     mixture, sparse = read_mixture(model), dense
     if mixture is not None:
