@@ -1,5 +1,6 @@
 """`nemo-rl serve` and `chat` on real vLLM: the model answers as transformers computes, through the official client."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.distributed.machine import unused_port
+from tests.openai_suite import run_suite
 from tests.trained_runs import write_run
 
 QUESTIONS = [f"Spell this word backward (example: sun -> nus): {word}" for word in ("lamp", "tree", "mouse")]
@@ -57,9 +59,15 @@ def test_the_served_model_answers_the_official_client(run: Path, expected: list[
                 model=name, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=8
             )
             assert reply.choices[0].message.content == answer
+        asyncio.run(run_async_suite(port, name))
     finally:
         server.terminate()
         server.wait(60)
+
+
+async def run_async_suite(port: int, name: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        await run_suite(client, name, QUESTIONS[0])
 
 
 @pytest.mark.slow  # another start of the server

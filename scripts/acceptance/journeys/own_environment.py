@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from journey import SHORT, Journey, main
 
 NUM_PROMPTS, EVERY = 100, 33  # prompts, and the distance of those that fail: 3, 36 and 69
+QUESTION = "Spell this word backward (example: sun -> nus): {}"
 ENVIRONMENT = """
 import asyncio
 import urllib.request
@@ -60,13 +61,14 @@ def travel(journey: Journey) -> None:
     """Play the environment, then train on all prompts once."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    rows = [{"input": f"Spell {number}.", "output": str(number)} for number in range(NUM_PROMPTS)]
+    words = ("".join("abcdefghij"[int(digit)] for digit in f"{number:03d}") for number in range(NUM_PROMPTS))
+    rows = [{"input": QUESTION.format(word), "output": str(number)} for number, word in enumerate(words)]
     journey.write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     journey.write("environments.py", ENVIRONMENT)
     journey.write("grpo.yaml", RECIPE.format(address=f"http://127.0.0.1:{server.server_port}"))
 
     output = journey.nemo_rl("env", "test", "judge", "--rows", "5", code=1)
-    journey.says(output, "row 0, answer 1: reward 0 (judge 0), 2 turns", "HTTPError: HTTP Error 503", "3 failed")
+    journey.says(output, "row 0, answer 1: reward 1 (judge 1), 2 turns", "HTTPError: HTTP Error 503", "3 failed")
     journey.nemo_rl("doctor", "--config", "grpo.yaml", "--json", code=0)
 
     overrides = ("grpo.num_prompts_per_step=20", "grpo.max_num_epochs=1", "logger.run_name=flaky")
