@@ -15,7 +15,8 @@ ROLLOUT_ALGORITHMS = frozenset({"grpo", "distillation"})  # algorithms by the ke
 NEVER_RANKING = frozenset({"reward_without_failed", "accuracy_without_failed", "greedy_num_failed"})
 POLICY_PHASES = ("policy_and_reference_logprobs", "policy_training")  # in timing/train; the policy computes
 COLLECTION_PHASES = ("generation", "exposed_generation")  # in timing/train; the trainer waits for rollouts
-CHECKPOINT_ONLY_METRICS = frozenset({"train_flops"})  # counts of one step; logged as a rate, performance/train_flops
+# counts of one step; logged as rates, performance/train_flops and others
+CHECKPOINT_ONLY_METRICS = frozenset({"train_flops", "train_peak_flops", "num_train_devices"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +324,9 @@ THROUGHPUT = MetricGroup(
         "performance/generation_tokens_per_sec": "sampled tokens per second of generation",
         "performance/policy_training_tokens_per_sec": "tokens of the batch per second of training",
         "performance/train_flops": "floating-point operations per second of training",
+        "performance/mfu": "that over the bfloat16 peak of the devices that train, if it is known (device_peaks.py)",
+        "performance/tokens_per_sec_per_device": "tokens of the batch per second of the step and device of the run",
+        "performance/policy_training_tokens_per_sec_per_device": "per second of training and device that trains",
     },
 )
 GPUS = MetricGroup(

@@ -61,6 +61,7 @@ class SupervisedRun:
     logger: Logger
     progress: Progress
     interrupt: Interrupt
+    num_devices: int = 1  # that train
     lost_records: LostRecords = field(default_factory=LostRecords)
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from nemo_rl.algorithms.training_run import TrainingRun
 from nemo_rl.algorithms.validation import ValidationResult
 from nemo_rl.interfaces import Logger
-from nemo_rl.metric_names import COLLECTION_PHASES, POLICY_PHASES
+from nemo_rl.metric_names import CHECKPOINT_ONLY_METRICS, COLLECTION_PHASES, POLICY_PHASES
 from nemo_rl.observability.console import Progress
 from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.types import FailureClass, Trajectory
@@ -30,6 +30,9 @@ class ReportTarget(Protocol):
     @property
     def progress(self) -> Progress: ...
 
+    @property
+    def num_devices(self) -> int: ...
+
 
 def report_step(
     run: ReportTarget, step: int, metrics: dict[str, float], timer: StepTimer, *, move_s: Mapping[str, float]
@@ -37,9 +40,9 @@ def report_step(
     """Log the metrics of one training step under their prefixes, and show them; `move_s`: seconds by kind of move."""
     seconds = timer.seconds()
     validation_s = seconds.pop("total_validation_time", 0.0)
-    performance = throughput(metrics, seconds, validation_s)
+    performance = throughput(metrics, seconds, validation_s, num_devices=run.num_devices)
     run.logger.log_metrics(
-        {_add_train_prefix(name): value for name, value in metrics.items() if name != "train_flops"}
+        {_add_train_prefix(name): value for name, value in metrics.items() if name not in CHECKPOINT_ONLY_METRICS}
         | {f"efficiency/{name}": value for name, value in efficiency(seconds, validation_s).items()}
         | {f"timing/train/{name}": value for name, value in seconds.items()}
         | {f"timing/moves/{name}": value for name, value in move_s.items()}
@@ -63,13 +66,16 @@ def efficiency(seconds: dict[str, float], validation_s: float) -> dict[str, floa
     return shares | {f"exposed_wait_s/{cause}": waited for cause, waited in waits.items()}
 
 
-def throughput(metrics: dict[str, float], seconds: dict[str, float], validation_s: float) -> dict[str, float]:
-    """Return the rates of one step, without the time of its validation."""
+def throughput(
+    metrics: dict[str, float], seconds: dict[str, float], validation_s: float, *, num_devices: int = 1
+) -> dict[str, float]:
+    """Return the rates of one step, without the time of its validation; `num_devices` train and sample."""
     total = max(seconds["total_step_time"] - validation_s, 1e-9)
     num_tokens = metrics["total_num_tokens"]
     rates = {
         "samples_per_sec": metrics["global_valid_seqs"] / total,
         "tokens_per_sec": num_tokens / total,
+        "tokens_per_sec_per_device": num_tokens / total / num_devices,
         "policy_training_tokens_per_sec": num_tokens / max(seconds["policy_training"], 1e-9),
     }
     if "num_rollouts" in metrics:
@@ -77,6 +83,11 @@ def throughput(metrics: dict[str, float], seconds: dict[str, float], validation_
         rates["generation_tokens_per_sec"] = _num_sampled_tokens(metrics) / max(generation_s, 1e-9)
     if "train_flops" in metrics:  # the policy's count for the whole step
         rates["train_flops"] = metrics["train_flops"] / max(seconds["policy_training"], 1e-9)
+    if "num_train_devices" in metrics:
+        trained = rates["policy_training_tokens_per_sec"] / metrics["num_train_devices"]
+        rates["policy_training_tokens_per_sec_per_device"] = trained
+    if "train_peak_flops" in metrics:
+        rates["mfu"] = rates["train_flops"] / metrics["train_peak_flops"]
     return rates
 
 

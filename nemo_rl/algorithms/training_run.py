@@ -35,6 +35,7 @@ class TrainingRun:
     progress: Progress
     validation_rollouts: RolloutWriter | None
     interrupt: Interrupt
+    num_devices: int = 1  # that train or sample
     details: RolloutDetails | None = None
     lost_records: LostRecords = field(default_factory=LostRecords)
 

@@ -64,6 +64,12 @@ class Layout:
     ranks_gather_all: bool = True  # a refit may gather all weights on every policy rank
 
     @property
+    def num_devices(self) -> int:
+        """Return the GPUs that train, sample or score; on a CPU the nodes."""
+        slots = [*self.ranks, *self.engines, *(slot for ranks in self.teachers.values() for slot in ranks)]
+        return len({(slot.node, gpu) for slot in slots for gpu in slot.gpus}) or self.num_nodes
+
+    @property
     def policy_nodes(self) -> tuple[int, ...]:
         return tuple(sorted({slot.node for slot in self.ranks}))
 

@@ -195,6 +195,13 @@ def use_expandable_segments(device: "torch.device") -> bool:
     return is_supported
 
 
+def name_of_device(device: "torch.device") -> str:
+    """Return the name that CUDA gives to a device; for any other its type."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def memory_of_device() -> tuple[int, int]:
     """Return the free and all bytes of this process' CUDA device, over all processes that use it."""
     import torch

@@ -73,6 +73,7 @@ async def open_supervised(config: SupervisedRunConfig) -> AsyncIterator[Supervis
             logger=metrics_logger,
             progress=progress,
             interrupt=interrupt,
+            num_devices=layout.num_devices,
             lost_records=lost,
         )
 

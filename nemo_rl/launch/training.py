@@ -282,6 +282,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
             progress=progress,
             validation_rollouts=_rollout_writer(config, run_dir / "rollouts/validation.jsonl", stack, lost),
             interrupt=interrupt,
+            num_devices=run.layout.num_devices,
             details=_rollout_details(config, run.policy.encoder, run_dir, stack, lost),
             lost_records=lost,
         )

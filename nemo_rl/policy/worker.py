@@ -20,7 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
-from nemo_rl.distributed.devices import memory_of_device, prepare_allocator, resolve_device
+from nemo_rl.device_peaks import peaks_of
+from nemo_rl.distributed.devices import memory_of_device, name_of_device, prepare_allocator, resolve_device
 from nemo_rl.distributed.float32 import allow_bfloat16_units
 from nemo_rl.errors import CheckpointError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart
@@ -263,7 +264,8 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
 
         Returns, the same on every rank, the loss function's metrics and `loss`, `grad_norm`, `lr` (that was used),
         `global_valid_seqs`, `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps` and those by cause,
-        `train_flops` (of all ranks together), and `moe/...` of a mixture of experts. A step whose loss or gradient is
+        `train_flops` (of all ranks together), `num_train_devices`, `train_peak_flops` of these devices per second in
+        bfloat16 if it is known, and `moe/...` of a mixture of experts. A step whose loss or gradient is
         not finite is skipped with a warning.
 
         Raises:
@@ -280,8 +282,14 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         steps = [self._trainer.optimizer_step(batch, rows, loss_fn) for rows in parts]
         if self._scheduler is not None and not all(step.is_skipped for step in steps):
             self._scheduler.step()
-        own = {"lr": lr, "train_flops": self.train_flops(batch), **self._routing_metrics()}
+        own = {"lr": lr, "train_flops": self.train_flops(batch), **self._devices(), **self._routing_metrics()}
         return {**reduce_over_optimizer_steps(steps), **own}
+
+    def _devices(self) -> dict[str, float]:
+        """Return the number of the ranks' devices, and what they could compute in a second."""
+        peaks = peaks_of(name_of_device(self.device))
+        count = float(self.layout.world_size)
+        return {"num_train_devices": count} | ({"train_peak_flops": count * peaks.flops} if peaks else {})
 
     def _routing_metrics(self) -> dict[str, float]:
         """Return the metrics `moe/...` of the step, the same on every rank; none for a model without experts."""
