@@ -398,3 +398,22 @@ def test_a_resolved_configuration_with_a_dataset_of_nemo_rls_names_is_read_again
     again = tmp_path / "again.yaml"
     again.write_text(resolved_yaml(first))
     assert load_config(again, []) == first
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "is_traced", "noted"),
+    [
+        ("{enabled: true, service_name: nemo-rl, span_groups: default, export_rank: -1}", True, ""),
+        ("{enabled: false, traces_enabled: true}", False, ""),
+        ("{enabled: true, span_groups: per_step}", True, "telemetry.span_groups = 'per_step' (all spans go to trace"),
+        ("{enabled: true, vllm_native_tracing: true}", True, "telemetry.vllm_native_tracing = true (all spans go"),
+    ],
+)
+def test_telemetry_is_the_trace(
+    load: Load, caplog: pytest.LogCaptureFixture, telemetry: str, is_traced: bool, noted: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        config: Any = load(NEMO_RL + f"telemetry: {telemetry}\n")
+    assert config.logger.trace.enabled is is_traced
+    assert noted in caplog.text
+    assert ("telemetry" in caplog.text) == bool(noted)
