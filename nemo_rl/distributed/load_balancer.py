@@ -34,6 +34,10 @@ class LoadBalancer(Generic[MemberT]):
         return tuple(self._load)
 
     @property
+    def has_members(self) -> bool:
+        return bool(self._load)
+
+    @property
     def load(self) -> dict[MemberT, int]:
         """Return the work that each member has in hand."""
         return dict(self._load)

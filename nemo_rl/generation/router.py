@@ -85,6 +85,7 @@ class ReplicatedGeneration:
         if not engines:
             raise ValueError("no engine")
         self._live_engines = dict(enumerate(engines))
+        self._is_async = all(engine.is_async for engine in engines)  # those that follow are of the same kind
         self._wanted = set(self._live_engines)  # indices; other live replicas are leaving
         self._max_replicas = max_replicas
         self._closing: dict[int, asyncio.Task[None]] = {}
@@ -151,7 +152,7 @@ class ReplicatedGeneration:
 
     @property
     def is_async(self) -> bool:
-        return all(engine.is_async for engine in self._live_engines.values())
+        return self._is_async
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion | FailedRequest]:
         call = GenerateCall()
@@ -169,7 +170,7 @@ class ReplicatedGeneration:
 
     def _dispatch(self, attempts: Sequence[Attempt], call: GenerateCall) -> None:
         """Start each attempt on its session's replica, with one engine call per replica."""
-        if self._closed or not self._load_balancer.members:
+        if self._closed or not self._load_balancer.has_members:
             raise self._no_replica_error()
         parts: dict[int, list[Attempt]] = {}
         for attempt in attempts:

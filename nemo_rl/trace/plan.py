@@ -1,8 +1,9 @@
 """Runs a traced run's work on a virtual clock, through the real sources, turns and routing, under other limits."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from nemo_rl.types import (
     SamplingParams,
     ScoreRequest,
     TokenizedMessage,
+    Trajectory,
 )
 
 NEVER_S = 1e12  # deadlines: nothing is late in a plan
@@ -63,11 +65,24 @@ class Planned:
 
 def plan(workload: Workload, schedule: Schedule, *, num_steps: int = 12) -> Planned:
     """Return the bubbles of `num_steps` steps without the first ones, in which the pipeline fills."""
-    num_tokens, timeline = trace_in_virtual_time(_train(workload, schedule, num_steps))
+    with _paused_garbage_collection():
+        num_tokens, timeline = trace_in_virtual_time(_train(workload, schedule, num_steps))
     bubbles = count_bubbles(timeline)
     assert bubbles is not None
     counted = num_tokens[-bubbles.num_steps :]
     return Planned(bubbles, sum(counted) / (bubbles.num_steps * bubbles.step_s))
+
+
+@contextmanager
+def _paused_garbage_collection() -> Iterator[None]:
+    """Collect no cycles in the block: scans of what is alive, of which there is much, would take a third of a plan."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 async def _train(workload: Workload, schedule: Schedule, num_steps: int) -> list[int]:
@@ -85,7 +100,7 @@ async def _train(workload: Workload, schedule: Schedule, num_steps: int) -> list
             with timer("generation" if schedule.age is None else "exposed_generation"):
                 groups = (await source.next_groups(number)).groups
             trajectories = [each for group in groups for each in group.trajectories]
-            num_tokens.append(sum(each.num_generated_tokens for each in trajectories))
+            num_tokens.append(sum(map(shapes.num_tokens, trajectories)))
             with timer("policy_training"):
                 await _compute(workload, schedule, trainer, len(trajectories), num_tokens[-1])
             await _other_phases(workload, source, engines, timer, number + 1)
@@ -180,12 +195,17 @@ class _Shapes:
     def __getitem__(self, number: int) -> PlannedRollout:
         return self._rollouts[number]
 
+    def num_tokens(self, trajectory: Trajectory) -> int:
+        """Return the tokens that a rollout has sampled; its messages tell its shape."""
+        messages = [message for log in trajectory.chains for message in log if message.is_generated]
+        return sum(self[m.token_ids[0]].turns[i].num_tokens for i, m in enumerate(messages))
+
     def prompt(self, place: int) -> Prompt:
         env = self.groups[place % len(self.groups)][0].env
         return Prompt(str(place), env, (Message("user", ""),), {"turn": 0})
 
     def size(self, request: GenerationRequest) -> tuple[int, int]:
-        """Return the tokens of a response, and the number of the rollout's shape, which its first token tells."""
+        """Return the tokens of a response, and the number of the rollout's shape, which stands for them."""
         _, _, place, generation, turn = request.request_id.split("#")[0].split(":")
         group = int(place) % len(self.groups)
         number = self._first[group] + int(generation) % len(self.groups[group])
@@ -193,7 +213,7 @@ class _Shapes:
 
 
 class _Encoder(ChatEncoder):
-    """A message without tokens; the text of a response is the number that its first token tells."""
+    """Messages of one token; the text of a response is the number that its token tells."""
 
     def __init__(self) -> None:
         """Without a tokenizer."""

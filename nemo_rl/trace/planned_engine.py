@@ -13,7 +13,7 @@ from nemo_rl.weight_manifests import Weights
 
 RESOLUTION_S = 1e-6  # what ends within it ends now
 
-Size = Callable[[GenerationRequest], tuple[int, int]]  # tokens of the answer, and what its first token says
+Size = Callable[[GenerationRequest], tuple[int, int]]  # tokens to wait for, and the one token of the answer
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +41,8 @@ class PlannedEngine:
     """Answers requests after as many steps as they have tokens; a step takes what the curve says.
 
     All running sequences are at the same step, so one clock of steps tells when each ends: at the step at which it
-    began plus its tokens. Requests beyond `max_num_seqs` wait in their order.
+    began plus its tokens. An answer has one token, whatever it took. Requests beyond `max_num_seqs` wait in
+    their order.
     """
 
     is_async = True
@@ -73,8 +74,7 @@ class PlannedEngine:
         self._waiting.append(sequence)
         self.reschedule()
         await sequence.ended
-        token_ids = (first, *(0,) * (num_tokens - 1))
-        yield Completion(request.request_id, token_ids, (0.0,) * num_tokens, "stop", (version, self.weight_version))
+        yield Completion(request.request_id, (first,), (0.0,), "stop", (version, self.weight_version))
 
     def advance(self) -> None:
         """Count the steps done since the last call."""
