@@ -1,5 +1,6 @@
 """The spans of a run by step, and the path through them that decided how long each wait was."""
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,9 +13,10 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.observability.trace_file import TRACE_FILE, read_trace
 from nemo_rl.trace import intervals
 from nemo_rl.trace.intervals import Interval
-from nemo_rl.tracing import GENERATION, MICRO_BATCH, ROLLOUT, SpanRecord
+from nemo_rl.tracing import GENERATION, MICRO_BATCH, ROLLOUT, SpanRecord, TraceRecord
 
 STEP = "total_step_time"
+OTHER_RANK = re.compile(r" rank [1-9]\d*$")  # track of a rank other than 0
 OTHER = "other"  # time of a rollout in which it waits for nothing that has a name
 
 
@@ -70,18 +72,7 @@ class Timeline:
     @classmethod
     def read(cls, run_dir: Path) -> "Timeline":
         """Read the last start of a run that has a whole step, else its last; raises ConfigError without a trace."""
-        path = run_dir / TRACE_FILE
-        if not path.is_file():
-            raise ConfigError("RUN", str(run_dir), f"has no {TRACE_FILE}; start it with logger.trace.enabled=true")
-        found = cls.of_spans([])
-        try:
-            for records in read_trace(path):
-                start = cls.of_spans(each for each in records if isinstance(each, SpanRecord))
-                if start.steps or not found.steps:
-                    found = start
-        except (ValueError, OSError) as error:
-            raise ConfigError("RUN", str(run_dir), str(error)) from error
-        return found
+        return cls.of_spans(each for each in read_last_start(run_dir) if isinstance(each, SpanRecord))
 
     @classmethod
     def of_spans(cls, spans: Iterable[SpanRecord]) -> "Timeline":
@@ -93,7 +84,8 @@ class Timeline:
             elif span.name == ROLLOUT:
                 rollouts.append(span)
             elif span.name == MICRO_BATCH:
-                micro_batches.append(span)
+                if not OTHER_RANK.search(span.track):  # the ranks compute at the same time
+                    micro_batches.append(span)
             else:
                 waits[span.parent_id].append(span)
         rollouts.sort(key=lambda span: span.end_ns)
@@ -148,6 +140,25 @@ class Timeline:
             cause = name
         if cause is not None:
             yield Segment(cause, start_ns, until)
+
+
+def read_last_start(run_dir: Path) -> list[TraceRecord]:
+    """Return the records of the last start that has a whole step, else of the last; raises ConfigError without any."""
+    path = run_dir / TRACE_FILE
+    if not path.is_file():
+        raise ConfigError("RUN", str(run_dir), f"has no {TRACE_FILE}; start it with logger.trace.enabled=true")
+    found: list[TraceRecord] = []
+    try:
+        for records in read_trace(path):
+            if _has_step(records) or not _has_step(found):
+                found = records
+    except (ValueError, OSError) as error:
+        raise ConfigError("RUN", str(run_dir), str(error)) from error
+    return found
+
+
+def _has_step(records: Iterable[TraceRecord]) -> bool:
+    return any(each.name == STEP for each in records)
 
 
 def _make_steps(phases: Mapping[int, Mapping[str, Sequence[Interval]]]) -> Iterator[Step]:

@@ -47,14 +47,19 @@ def read_run_config(run_dir: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def format_table(bubbles: Bubbles) -> str:
-    """Return the table: seconds of a step and their share."""
-    rows = [
+def table_rows(bubbles: Bubbles) -> list[tuple[str, float]]:
+    """Return the rows of the table: their names, and seconds of a step."""
+    return [
         ("trainer busy", bubbles.trainer_busy_s),
         *((f"  waits: {cause}", seconds) for cause, seconds in bubbles.waits_s.items()),
         ("  in no phase", bubbles.unaccounted_s),
         ("engine busy", bubbles.engine_busy_s),
     ]
+
+
+def format_table(bubbles: Bubbles) -> str:
+    """Return the table: seconds of a step and their share."""
+    rows = table_rows(bubbles)
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {_s(seconds):>8} s  {seconds / bubbles.step_s:6.1%}" for name, seconds in rows]
     links = [

@@ -18,6 +18,7 @@ from nemo_rl.viewer.distributions import distribution_charts
 from nemo_rl.viewer.page import ALARM_MULT_PROB_ERROR, PAGE_ROWS, Page, histogram_buckets, whole_number
 from nemo_rl.viewer.rollout_set import RolloutSet
 from nemo_rl.viewer.run_summary import summarize
+from nemo_rl.viewer.timeline_page import has_timeline
 from nemo_rl.viewer.viewer_sources import ViewerSource
 
 MAX_K = 64  # highest k of pass@k
@@ -78,6 +79,7 @@ def _run_page(source: ViewerSource, values: Mapping[str, str]) -> Page:
         "start": start,
         "page_rows": PAGE_ROWS,
         "config": source.config_text,
+        "has_timeline": has_timeline(source),
     }
     return Page("run.html", source.id, context, live=source.id)
 

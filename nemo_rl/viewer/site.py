@@ -13,7 +13,15 @@ import jinja2
 from markupsafe import Markup
 
 from nemo_rl.errors import DataError
-from nemo_rl.viewer import chart_pages, group_pages, overview_pages, rollout_pages, runs_page, step_pages
+from nemo_rl.viewer import (
+    chart_pages,
+    group_pages,
+    overview_pages,
+    rollout_pages,
+    runs_page,
+    step_pages,
+    timeline_page,
+)
 from nemo_rl.viewer.charts import format_number
 from nemo_rl.viewer.check import check_page
 from nemo_rl.viewer.compare import compare_page
@@ -27,6 +35,7 @@ PAGES: Mapping[str, Callable[[ViewerSource, Mapping[str, str]], Page]] = {
     "validation": step_pages.validation_page,
     "check": lambda source, values: check_page(source),
     "groups": group_pages.groups_page,
+    "timeline": timeline_page.timeline_page,
 }
 SPLIT_PAGES: Mapping[str, Callable[[ViewerSource, str, Mapping[str, str]], Page]] = {
     "group": group_pages.group_page,

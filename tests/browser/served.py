@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.unit.viewer.hostile import TEXTS
 from tests.unit.viewer.rundirs import failed, rollout, write_lines, write_record, write_run
+from tests.unit.viewer.traced import write_trace
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FIREFOX = shutil.which("firefox-esr") or shutil.which("firefox")
@@ -71,7 +72,7 @@ def _write_sums(directory: Path) -> None:
         for group, given in rewards.items()
         for index, reward in enumerate(given)
     ]
-    write_run(directory, metrics=[_metrics(step, 0.4) for step in range(1, 4)], train=train)
+    write_trace(write_run(directory, metrics=[_metrics(step, 0.4) for step in range(1, 4)], train=train))
 
 
 def _metrics(step: int, gain: float) -> dict[str, Any]:

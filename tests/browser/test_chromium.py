@@ -35,6 +35,7 @@ MAIN_PAGES = (
     "/s/exp_003/difference/train?first=0.2&second=0.3",
     "/s/exp_003/rollout/train/0.0?find=boxed",
     "/compare?a=exp_001&b=exp_002",
+    "/s/exp_003/timeline",
 )
 
 
@@ -475,6 +476,25 @@ def test_two_rollouts_of_a_group_with_their_difference(page: Any) -> None:
     page.goto("/s/exp_003/group/train?group=1%3Afair&step=1")
     follow(page, "text=best and worst side by side")
     assert page.locator("mark").all_inner_texts() == ["42", "40"]
+
+
+def test_zoom_into_the_timeline_of_a_step(page: Any) -> None:
+    page.goto("/s/exp_003")
+    follow(page, "text=timeline")
+    assert "Timeline of step 3" in main_text(page)
+    assert "trainer busy" in page.inner_text("table.bubbles")
+    whole = page.locator(".timeline rect.fill[x]").count()
+    box = page.locator("figure.timeline > svg").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] * 0.7, middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.8, middle, steps=4)
+    page.mouse.up()
+    page.wait_for_url(re.compile(r"timeline\?step=3&from=\d+&to=\d+"))
+    assert 0 < page.locator(".timeline rect.fill[x]").count() < whole
+    assert "policy_training" in page.inner_text(".timeline")
+    follow(page, "text=the whole step")
+    assert page.locator(".timeline rect.fill[x]").count() == whole
 
 
 def test_fifty_hostile_texts_execute_nothing(page: Any) -> None:

@@ -85,6 +85,8 @@
   const zoom = (chart, from, to) => {
     const full = chart.closest("figure").querySelector("a.full");
     const target = new URL(document.querySelector("form.zoomed") || !full ? location.href : full.href);
+    const step = document.querySelector('form.zoomed input[name="step"]');  // of a timeline, also if it is the last one
+    if (step) target.searchParams.set("step", step.defaultValue);
     for (const [name, value] of [["from", from], ["to", to]]) { if (value === null) target.searchParams.delete(name); else target.searchParams.set(name, value); }
     location.href = target;
   };
