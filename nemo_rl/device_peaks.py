@@ -29,6 +29,8 @@ PEAKS: tuple[tuple[str, DevicePeaks], ...] = (  # the first pattern that a devic
     (r"A10\b", DevicePeaks(125e12, 0.6e12)),
 )
 
+DEVICE_NAMES = ("A10", "A10G", "A100", "B200", "GB200", "GH200", "H20", "H100", "H200", "L4", "L40", "L40S")
+
 
 def peaks_of(device_name: str) -> DevicePeaks | None:
     """Return the peaks of a device by its name, as CUDA tells it; None for one that is not listed.

@@ -3,7 +3,7 @@
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl.trace.bubbles import TAIL, Bubbles
@@ -26,6 +26,8 @@ class Advice:
     change: str  # the key, and its new value or its direction
     gain_s: float  # of a step that the change saves, by the trace; an estimate
     reason: str
+    values: Mapping[str, int | bool] = field(default_factory=dict)  # of the change, by key, if they are known
+    is_planned: bool = False  # whether the gain is the planner's (planned_advice.py)
 
 
 def advise(bubbles: Bubbles, timeline: Timeline, config: Config) -> list[Advice]:
@@ -51,8 +53,15 @@ class _Wait:
     timeline: Timeline
     config: Config
 
-    def advice(self, change: str, gain_share: float, reason: str) -> Advice:
-        return Advice(self.cause, self.seconds, change, self.seconds * gain_share, reason)
+    def advice(
+        self, change: str, gain_share: float, reason: str, values: Mapping[str, int | bool] | None = None
+    ) -> Advice:
+        return Advice(self.cause, self.seconds, change, self.seconds * gain_share, reason, values or {})
+
+    def change(self, key: str, value: object, new: int, gain_share: float, reason: str) -> Advice:
+        """Return the advice to change a number, which the planner can follow."""
+        seconds = self.seconds * gain_share
+        return Advice(self.cause, self.seconds, f"{key}: {value} -> {new}", seconds, reason, {key: new})
 
     @property
     def algorithm(self) -> str:
@@ -63,19 +72,21 @@ def _tail(wait: _Wait) -> Advice:
     background = lookup(wait.config, f"{wait.algorithm}.async_grpo.enabled")
     if background:
         age = lookup(wait.config, f"{wait.algorithm}.async_grpo.max_trajectory_age_steps") or 0
-        change = f"{wait.algorithm}.async_grpo.max_trajectory_age_steps: {age} -> {age + 1}"
-        return wait.advice(change, 0.8, "the step waits for its last rollouts while the engine has nothing else to do")
+        key = f"{wait.algorithm}.async_grpo.max_trajectory_age_steps"
+        reason = "the step waits for its last rollouts while the engine has nothing else to do"
+        return wait.change(key, age, age + 1, 0.8, reason)
     change = f"{wait.algorithm}.async_grpo.enabled: true, with max_trajectory_age_steps: 1"
-    return wait.advice(change, 0.8, "the last rollouts of a step keep the trainer waiting, and the engine nearly empty")
+    reason = "the last rollouts of a step keep the trainer waiting, and the engine nearly empty"
+    section = f"{wait.algorithm}.async_grpo"
+    return wait.advice(change, 0.8, reason, {f"{section}.enabled": True, f"{section}.max_trajectory_age_steps": 1})
 
 
 def _generation(wait: _Wait) -> Advice:
     limit = lookup(wait.config, "policy.generation.vllm_cfg.max_num_seqs") or DEFAULT_MAX_NUM_SEQS
     most = most_at_once(wait.timeline)
     if most > 1.25 * limit:
-        change = f"policy.generation.vllm_cfg.max_num_seqs: {limit} -> {most}"
         reason = f"up to {most} requests are open, and the engine computes {limit} of them at once"
-        return wait.advice(change, 1 - limit / most, reason)
+        return wait.change("policy.generation.vllm_cfg.max_num_seqs", limit, most, 1 - limit / most, reason)
     if not lookup(wait.config, f"{wait.algorithm}.async_grpo.enabled"):
         change = f"{wait.algorithm}.async_grpo.enabled: true, if the engine has devices of its own"
         gain = min(wait.seconds, wait.bubbles.trainer_busy_s) / wait.seconds
@@ -98,8 +109,9 @@ def _environment(wait: _Wait) -> Advice:
         "num_workers",
     )
     value = lookup(wait.config, f"env.{env}.{key}")
-    change = f"env.{env}.{key}: {value} -> {2 * value}" if isinstance(value, int) else f"env.{env}.{key}: more"
-    return wait.advice(change, 0.5, "rollouts wait for this environment")
+    if isinstance(value, int):
+        return wait.change(f"env.{env}.{key}", value, 2 * value, 0.5, "rollouts wait for this environment")
+    return wait.advice(f"env.{env}.{key}: more", 0.5, "rollouts wait for this environment")
 
 
 def _agent(wait: _Wait) -> Advice:
@@ -111,19 +123,17 @@ def _agent(wait: _Wait) -> Advice:
 def _scorer(wait: _Wait) -> Advice:
     scorer = f"scorers.{wait.match[1]}"
     replicas = lookup(wait.config, f"{scorer}.num_replicas")
-    if isinstance(replicas, int):
-        change = f"{scorer}.num_replicas: {replicas} -> {2 * replicas}"
-    else:
-        key = "limits.max_concurrency" if lookup(wait.config, f"{scorer}.limits") else "batching.max_calls"
-        calls = lookup(wait.config, f"{scorer}.{key}")
-        change = f"{scorer}.{key}: {calls} -> {2 * calls}" if calls else f"{scorer}.{key}: more"
-    return wait.advice(change, 0.5, "rollouts that have ended wait for their scores")
+    key = "limits.max_concurrency" if lookup(wait.config, f"{scorer}.limits") else "batching.max_calls"
+    key = f"{scorer}.num_replicas" if isinstance(replicas, int) else f"{scorer}.{key}"
+    calls, reason = lookup(wait.config, key), "rollouts that have ended wait for their scores"
+    return wait.change(key, calls, 2 * calls, 0.5, reason) if calls else wait.advice(f"{key}: more", 0.5, reason)
 
 
 def _weight_sync(wait: _Wait) -> Advice:
     prompts = lookup(wait.config, f"{wait.algorithm}.num_prompts_per_step")
-    change = f"{wait.algorithm}.num_prompts_per_step: {prompts} -> {2 * prompts}" if prompts else "fewer refits"
-    return wait.advice(change, 0.5, "each step refits the engine; larger steps refit it less often per rollout")
+    reason = "each step refits the engine; larger steps refit it less often per rollout"
+    key = f"{wait.algorithm}.num_prompts_per_step"
+    return wait.change(key, prompts, 2 * prompts, 0.5, reason) if prompts else wait.advice("fewer refits", 0.5, reason)
 
 
 def _checkpointing(wait: _Wait) -> Advice:
@@ -169,7 +179,9 @@ def _on_micro_batches(bubbles: Bubbles, timeline: Timeline, config: Config) -> I
         else f"policy.train_micro_batch_size: {size} -> {4 * size if isinstance(size, int) else 'more'}"
     )
     reason = f"each of {num_per_step:.0f} micro-batches of at most {largest} tokens takes {fixed_s * 1e3:.1f} ms more"
-    yield Advice("policy_training", fixed_s * num_per_step, change, saved_s, reason + " than its tokens need")
+    values = {"policy.train_micro_batch_size": 4 * size} if isinstance(size, int) and not packed else {}
+    seconds = fixed_s * num_per_step
+    yield Advice("policy_training", seconds, change, saved_s, reason + " than its tokens need", values)
 
 
 def fixed_cost(timeline: Timeline) -> tuple[float, int]:

@@ -49,6 +49,7 @@ class Schedule:
     calls: Mapping[str, int]  # at once, of an environment or scorer by the name of its wait; absent: any number
     micro_batch_scale: float = 1.0  # of its size, relative to the traced run's
     trainer_scale: float = 1.0  # ranks that share the samples, relative to the traced run's
+    num_devices: int = 1  # that train and sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,15 @@ class Planned:
 
     bubbles: Bubbles
     tokens_per_s: float  # sampled and trained
+    num_devices: int = 1
 
     @property
     def step_s(self) -> float:
         return self.bubbles.step_s
+
+    @property
+    def tokens_per_device_hour(self) -> float:
+        return self.tokens_per_s * 3600 / self.num_devices
 
 
 def plan(workload: Workload, schedule: Schedule, *, num_steps: int = 12) -> Planned:
@@ -70,7 +76,7 @@ def plan(workload: Workload, schedule: Schedule, *, num_steps: int = 12) -> Plan
     bubbles = count_bubbles(timeline)
     assert bubbles is not None
     counted = num_tokens[-bubbles.num_steps :]
-    return Planned(bubbles, sum(counted) / (bubbles.num_steps * bubbles.step_s))
+    return Planned(bubbles, sum(counted) / (bubbles.num_steps * bubbles.step_s), schedule.num_devices)
 
 
 @contextmanager

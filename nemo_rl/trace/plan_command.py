@@ -6,89 +6,38 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
 
 from nemo_rl.command_line import Command, ExitCode, path_argument
+from nemo_rl.config.loading import load_config, resolved_values
+from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.device_peaks import DEVICE_NAMES, peaks_of
 from nemo_rl.errors import ConfigError
-from nemo_rl.trace.advice import DEFAULT_MAX_NUM_SEQS, lookup
-from nemo_rl.trace.plan import Planned, Schedule, plan
+from nemo_rl.launch.model_files import find_shape
+from nemo_rl.policy.memory import UnknownShapeError
+from nemo_rl.recipes import find_recipe
+from nemo_rl.trace.plan import Planned, plan
+from nemo_rl.trace.planner_keys import MAX_VALUE, PlannerKeys, Values
+from nemo_rl.trace.stated_peaks import StatedDevices, state_workload
 from nemo_rl.trace.timeline import Timeline
 from nemo_rl.trace.trace_command import read_run_config
-from nemo_rl.trace.workload import ENVIRONMENT, SCORER, Limits, fit_workload
+from nemo_rl.trace.workload import Workload, fit_workload
 
 DEFAULT_STEPS = 12
 MAX_PLANS = 256
-MAX_VALUE = 1_000_000
-
-Values = Mapping[str, int | bool]  # of keys
-
-
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """The keys that the planner knows, for a run's configuration."""
-
-    config: Mapping[str, Any]
-
-    @property
-    def algorithm(self) -> str:
-        return "distillation" if "distillation" in self.config else "grpo"
-
-    @property
-    def background(self) -> str:
-        return f"{self.algorithm}.async_rollouts" if self.algorithm == "distillation" else "grpo.async_grpo"
-
-    @property
-    def calls(self) -> dict[str, tuple[str, int]]:
-        """Return keys that limit calls, with the name of the wait and the rollouts of one call."""
-        found = {}
-        for section, prefix in (("env", ENVIRONMENT), ("scorers", SCORER)):
-            for name, entry in (lookup(self.config, section) or {}).items():
-                for key in ("batching.max_calls", "limits.max_concurrency", "num_replicas"):
-                    if isinstance(entry, Mapping) and isinstance(lookup(entry, key), int):
-                        size = lookup(entry, "batching.max_batch_size") if lookup(entry, "batching.enabled") else 1
-                        found[f"{section}.{name}.{key}"] = prefix + name, int(size)
-        return found
-
-    @property
-    def present(self) -> dict[str, int | bool]:
-        """Return all keys with the run's values."""
-        values: dict[str, Any] = {
-            f"{self.algorithm}.num_prompts_per_step": self._get(f"{self.algorithm}.num_prompts_per_step"),
-            f"{self.algorithm}.num_generations_per_prompt": self._get(f"{self.algorithm}.num_generations_per_prompt"),
-            f"{self.background}.enabled": bool(lookup(self.config, f"{self.background}.enabled")),
-            f"{self.background}.max_trajectory_age_steps": self._get(f"{self.background}.max_trajectory_age_steps"),
-            "policy.generation.num_replicas": self._get("policy.generation.num_replicas"),
-            "policy.generation.vllm_cfg.max_num_seqs": self._get(
-                "policy.generation.vllm_cfg.max_num_seqs", DEFAULT_MAX_NUM_SEQS
-            ),
-            "policy.train_micro_batch_size": self._get("policy.train_micro_batch_size"),
-        }
-        return values | {key: self._get(key) for key in self.calls}
-
-    def _get(self, key: str, otherwise: int = 1) -> int:
-        value = lookup(self.config, key)
-        return value if isinstance(value, int) else otherwise
-
-    def schedule(self, values: Values) -> Schedule:
-        """Return what the values ask for."""
-        micro_batch = "policy.train_micro_batch_size"
-        calls: dict[str, int] = {}
-        for key, (wait, size) in self.calls.items():
-            calls[wait] = min(values[key] * size, calls.get(wait, MAX_VALUE))
-        return Schedule(
-            num_prompts=values[f"{self.algorithm}.num_prompts_per_step"],
-            num_generations=values[f"{self.algorithm}.num_generations_per_prompt"],
-            age=values[f"{self.background}.max_trajectory_age_steps"] if values[f"{self.background}.enabled"] else None,
-            num_engines=values["policy.generation.num_replicas"],
-            max_num_seqs=values["policy.generation.vllm_cfg.max_num_seqs"],
-            calls=calls,
-            micro_batch_scale=values[micro_batch] / self.present[micro_batch],
-        )
+PRESENT = "as it is"  # name of the plan with the run's or the recipe's own values
+DEFAULT_TOKENS = 1000  # of a response of a recipe that has not run
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=path_argument, metavar="RUN", help="a run's directory, with a trace")
+    parser.add_argument(
+        "run", type=path_argument, metavar="RUN", help="a run's directory, with a trace; or a recipe, with --device"
+    )
+    parser.add_argument("--device", metavar="NAME", help="of a recipe that has not run: H100, H200, A100, ...")
+    parser.add_argument(
+        "--tokens", type=int, default=DEFAULT_TOKENS, help=f"of a mean response of a recipe; default: {DEFAULT_TOKENS}"
+    )
     parser.add_argument(
         "--sweep",
         action="append",
@@ -103,22 +52,47 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _plan(parsed: argparse.Namespace) -> ExitCode:
     if not 2 <= parsed.steps <= 10_000:
         raise ConfigError("--steps", parsed.steps, "must be from 2 to 10000: the first step is left out")
-    config = read_run_config(parsed.run)
-    keys = _Keys(config)
+    is_recipe = not parsed.run.is_dir()
+    recipe = _read_recipe(parsed) if is_recipe else None
+    keys = PlannerKeys(read_run_config(parsed.run) if recipe is None else resolved_values(recipe))
     sweep = dict(_read_sweep(parsed.sweep, keys.present))
-    timeline = Timeline.read(parsed.run)
-    traced = keys.schedule(keys.present)
-    limits = Limits(traced.max_num_seqs, traced.num_engines, traced.calls)
-    try:
-        workload = fit_workload(timeline, limits)
-    except ValueError as error:
-        raise ConfigError("RUN", str(parsed.run), str(error)) from error
+    workload = _fit(parsed.run, keys) if recipe is None else _state(recipe, keys, parsed)
     rows = [
         (values, plan(workload, keys.schedule(keys.present | values), num_steps=parsed.steps))
         for values in _combinations(sweep)
     ]
     sys.stdout.write(_to_json(rows) if parsed.json else format_plans(rows))
     return ExitCode.DONE
+
+
+def _fit(run: Path, keys: PlannerKeys) -> Workload:
+    """Return the work of a traced run."""
+    try:
+        return fit_workload(Timeline.read(run), keys.limits)
+    except ValueError as error:
+        raise ConfigError("RUN", str(run), str(error)) from error
+
+
+def _read_recipe(parsed: argparse.Namespace) -> TrainingRunConfig:
+    if parsed.device is None:
+        raise ConfigError("--device", None, "a recipe has no trace; name the device to plan for, such as H100")
+    if not 1 <= parsed.tokens <= MAX_VALUE:
+        raise ConfigError("--tokens", parsed.tokens, f"must be from 1 to {MAX_VALUE}")
+    return load_config(find_recipe(parsed.run))
+
+
+def _state(recipe: TrainingRunConfig, keys: PlannerKeys, parsed: argparse.Namespace) -> Workload:
+    """Return the work that a recipe lets expect on a device."""
+    peaks = peaks_of(parsed.device)
+    if peaks is None:
+        raise ConfigError("--device", parsed.device, f"has no stated peaks; allowed: {', '.join(DEVICE_NAMES)}")
+    policy = recipe.policy
+    try:
+        shape = find_shape("policy.model_name", policy.model_name, policy.hf_config_overrides)
+    except UnknownShapeError as error:
+        raise ConfigError("policy.model_name", policy.model_name, str(error)) from error
+    devices = StatedDevices(peaks, keys.num_train_devices, keys.gpus_per_engine)
+    return state_workload(recipe, shape, devices, parsed.tokens)
 
 
 def _read_sweep(arguments: Sequence[str], present: Values) -> Iterator[tuple[str, list[int | bool]]]:
@@ -156,9 +130,10 @@ def _combinations(sweep: Mapping[str, Sequence[int | bool]]) -> list[dict[str, i
 
 def format_plans(rows: Sequence[tuple[Values, Planned]]) -> str:
     """Return the table of plans, the run's own first."""
-    names = [", ".join(f"{key}={_word(value)}" for key, value in values.items()) or "as it ran" for values, _ in rows]
+    names = [", ".join(f"{key}={_word(value)}" for key, value in values.items()) or PRESENT for values, _ in rows]
     width = max(map(len, names))
-    head = f"{'':<{width}}  {'step s':>8}  {'trainer':>8}  {'engine':>8}  {'tokens/s':>9}  longest wait\n"
+    columns = f"{'step s':>8}  {'trainer':>8}  {'engine':>8}  {'tokens/s':>9}  {'tokens/device-hour':>18}"
+    head = f"{'':<{width}}  {columns}  longest wait\n"
     return head + "".join(_row(name, width, each) for name, (_, each) in zip(names, rows, strict=True))
 
 
@@ -167,7 +142,8 @@ def _row(name: str, width: int, planned: Planned) -> str:
     cause, seconds = next(iter(bubbles.waits_s.items()), ("none", 0.0))
     return (
         f"{name:<{width}}  {planned.step_s:>8.3g}  {bubbles.trainer_busy_share:>8.0%}  "
-        f"{bubbles.engine_busy_share:>8.0%}  {planned.tokens_per_s:>9.4g}  {cause}, {seconds:.3g} s\n"
+        f"{bubbles.engine_busy_share:>8.0%}  {planned.tokens_per_s:>9.4g}  {planned.tokens_per_device_hour:>18.4g}  "
+        f"{cause}, {seconds:.3g} s\n"
     )
 
 
@@ -176,7 +152,11 @@ def _word(value: int | bool) -> str:
 
 
 def _to_json(rows: Sequence[tuple[Values, Planned]]) -> str:
-    return json.dumps([{"keys": values, **asdict(planned)} for values, planned in rows]) + "\n"
+    found = [
+        {"keys": values, **asdict(planned), "tokens_per_device_hour": planned.tokens_per_device_hour}
+        for values, planned in rows
+    ]
+    return json.dumps(found) + "\n"
 
 
 PLAN = Command(

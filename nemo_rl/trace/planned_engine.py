@@ -55,6 +55,7 @@ class PlannedEngine:
         self._running: list[tuple[float, int, _Sequence]] = []  # a heap: the step of the end, order of arrival
         self._waiting: deque[_Sequence] = deque()
         self._num_arrived = 0
+        self._num_prefilling = 0  # take a place, and no part in steps
         self._step, self._at = 0.0, self._loop.time()  # steps done at that time
         self._timer: asyncio.TimerHandle | None = None
         trainer.engines.append(self)
@@ -67,8 +68,6 @@ class PlannedEngine:
         (request,) = requests
         num_tokens, first = self._size(request)
         version = self.weight_version
-        if self._curve.request_s:
-            await asyncio.sleep(self._curve.request_s)
         sequence = _Sequence(num_tokens)
         self.advance()
         self._waiting.append(sequence)
@@ -89,17 +88,31 @@ class PlannedEngine:
             ended = heapq.heappop(self._running)[2].ended
             if not ended.done():
                 ended.set_result(None)
-        while self._waiting and len(self._running) < self._max_num_seqs:
+        while self._waiting and len(self._running) + self._num_prefilling < self._max_num_seqs:
             sequence = self._waiting.popleft()
             if sequence.ended.done():  # its request was cancelled
                 continue
-            self._num_arrived += 1
-            heapq.heappush(self._running, (self._step + sequence.num_tokens, self._num_arrived, sequence))
+            if self._curve.request_s:
+                self._num_prefilling += 1
+                self._loop.call_later(self._curve.request_s, self._end_prefill, sequence)
+            else:
+                self._begin(sequence)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._running and not self.is_paused:
             self._timer = self._loop.call_at(self._at + self._next_end_s, self._on_time)
+
+    def _begin(self, sequence: _Sequence) -> None:
+        self._num_arrived += 1
+        heapq.heappush(self._running, (self._step + sequence.num_tokens, self._num_arrived, sequence))
+
+    def _end_prefill(self, sequence: _Sequence) -> None:
+        self.advance()
+        self._num_prefilling -= 1
+        if not sequence.ended.done():
+            self._begin(sequence)
+        self.reschedule()
 
     @property
     def _next_end_s(self) -> float:

@@ -14,6 +14,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.observability.trace_file import TRACE_FILE
 from nemo_rl.trace.advice import Advice, advise
 from nemo_rl.trace.bubbles import Bubbles, count_bubbles
+from nemo_rl.trace.planned_advice import plan_gains
 from nemo_rl.trace.timeline import Timeline
 
 CONFIG_FILE = "config.yaml"  # of a run
@@ -29,7 +30,8 @@ def _trace(parsed: argparse.Namespace) -> ExitCode:
     bubbles = count_bubbles(timeline)
     if bubbles is None:
         raise ConfigError("RUN", str(parsed.run), "its trace has no whole training step")
-    advice = advise(bubbles, timeline, read_run_config(parsed.run))
+    config = read_run_config(parsed.run)
+    advice = plan_gains(advise(bubbles, timeline, config), timeline, config)
     if parsed.json:
         sys.stdout.write(json.dumps({"bubbles": asdict(bubbles), "advice": [asdict(a) for a in advice]}) + "\n")
     else:
@@ -75,7 +77,8 @@ def format_advice(advice: list[Advice], bubbles: Bubbles) -> str:
         return "Turn       nothing: no wait takes a twentieth of a step\n"
     return "".join(
         f"{'Turn' if i == 0 else '':<11}{each.change}\n"
-        f"{'':11}{each.reason}; about {_s(each.gain_s)} s of {_s(bubbles.step_s)} s\n"
+        f"{'':11}{each.reason}; {'planned: ' if each.is_planned else 'about '}{_s(each.gain_s)} s "
+        f"less of {_s(bubbles.step_s)} s\n"
         for i, each in enumerate(advice)
     )
 

@@ -171,11 +171,18 @@ def _plan(timeline: Timeline, rollout: SpanRecord, service: Mapping[str, float])
 
 
 def _served(timeline: Timeline, num_places: int) -> dict[int, Interval]:
-    """Return, by span id, when each request was sampled: the engine begins with the one that has waited longest."""
+    """Return, by span id, when each request was sampled: from its prefill on, if the engine has told its phases.
+
+    Else the engine begins with the one that has waited longest.
+    """
     waits = [wait for rollout in timeline.rollouts for wait in _generation(timeline, rollout)]
     ends: list[int] = []  # of what is being sampled
     served = {}
     for wait in sorted(waits, key=lambda wait: (wait.start_ns, wait.lane)):
+        prefill = next((each for each in timeline.waits.get(wait.span_id, ()) if each.name == "prefill"), None)
+        if prefill is not None:
+            served[wait.span_id] = prefill.start_ns, wait.end_ns
+            continue
         start_ns = wait.start_ns
         if len(ends) == num_places:
             start_ns = max(start_ns, heapq.heappop(ends))
@@ -263,8 +270,13 @@ class _Area:
 
 
 def _non_negative_least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the coefficients of columns, none below 0: the most negative is left out until none is."""
+    """Return the coefficients of columns, none below 0: the most negative is left out until none is.
+
+    Columns of one length: what proportional ones explain together is divided equally among them.
+    """
     matrix, target = np.array(rows, dtype=np.float64), np.array(values, dtype=np.float64)
+    lengths = np.linalg.norm(matrix, axis=0)
+    matrix = matrix / np.where(lengths > 0, lengths, 1.0)
     kept = [column for column in range(matrix.shape[1]) if matrix[:, column].any()]
     found = np.zeros(matrix.shape[1])
     while kept:
@@ -273,4 +285,4 @@ def _non_negative_least_squares(rows: Sequence[Sequence[float]], values: Sequenc
             found[kept] = solution
             break
         kept.pop(int(solution.argmin()))
-    return found.tolist()
+    return (found / np.where(lengths > 0, lengths, 1.0)).tolist()

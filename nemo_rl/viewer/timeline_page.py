@@ -12,6 +12,7 @@ from nemo_rl.errors import DataError
 from nemo_rl.observability.trace_file import TRACE_FILE
 from nemo_rl.trace.advice import Advice, advise
 from nemo_rl.trace.bubbles import Bubbles, count_bubbles
+from nemo_rl.trace.planned_advice import plan_gains
 from nemo_rl.trace.timeline import Step, Timeline, read_last_start
 from nemo_rl.trace.trace_command import read_run_config, table_rows
 from nemo_rl.tracing import SpanRecord
@@ -96,7 +97,8 @@ def _read(source: ViewerSource) -> _Trace:
     spans = sorted((each for each in records if isinstance(each, SpanRecord)), key=lambda each: each.start_ns)
     timeline = Timeline.of_spans(spans)
     bubbles = count_bubbles(timeline)
-    advice = advise(bubbles, timeline, read_run_config(source.path)) if bubbles else []
+    config = read_run_config(source.path)
+    advice = plan_gains(advise(bubbles, timeline, config), timeline, config) if bubbles else []
     return _Trace(spans, {step.number: step for step in timeline.steps}, bubbles, advice)
 
 

@@ -152,6 +152,9 @@ LINES: dict[str, Lines] = {
     "plan": [
         *OF_A_DIRECTORY,
         ("run", "has no trace.json.gz; start it with logger.trace.enabled=true"),
+        ("quickstart", "--device = None: a recipe has no trace"),
+        ("quickstart --device H1OO", "has no stated peaks; allowed: A10, A10G, A100"),
+        ("quickstart --device H100 --tokens 0", "--tokens = 0: must be from 1"),
         ("run --steps 1", "must be from 2 to 10000"),
         ("run --steps x", "invalid int value"),
         ("run --sweep grpo.num_prompts_per_stop=4", "did you mean grpo.num_prompts_per_step"),

@@ -6,6 +6,7 @@ import pytest
 
 from nemo_rl.trace.advice import Advice, advise, fixed_cost
 from nemo_rl.trace.bubbles import TAIL, count_bubbles
+from nemo_rl.trace.planned_advice import plan_gains
 from tests.unit.trace.simulated_run import Simulated, bubbles_of, simulate
 
 
@@ -24,9 +25,11 @@ def slow_tail(place: int, index: int) -> float:
     return 8.0 if (place % 4, index) == (0, 0) else 1.0
 
 
-GRPO = {"grpo": {"num_prompts_per_step": 4}}
+GRPO = {"grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4}}
 JUDGE = Simulated(score_s=0.5, score_calls=1, train_s=2.0, config=GRPO | {"scorers": {"judge": {"num_replicas": 1}}})
-TAILS = Simulated(slow_tail, train_s=8.0, config=GRPO | {"grpo": {"async_grpo": {"enabled": False}}}, num_steps=16)
+TAILS = Simulated(
+    slow_tail, train_s=8.0, config={"grpo": GRPO["grpo"] | {"async_grpo": {"enabled": False}}}, num_steps=16
+)
 FEW = Simulated(slots=2, train_s=1.0, config=GRPO | {"policy": {"generation": {"vllm_cfg": {"max_num_seqs": 2}}}})
 REFITS = Simulated(refit_s=6.0, train_s=1.0, generation_s=lambda place, index: 0.5, config=GRPO)
 ENVIRONMENT = Simulated(
@@ -81,6 +84,18 @@ def test_the_first_line_names_the_bottleneck_and_its_key_and_half_of_the_promise
     assert (advice.cause, advice.change) == (planted.cause, planted.change)
     before_s, after_s = bubbles_of(planted.before).step_s, bubbles_of(planted.after).step_s / planted.rollouts_after
     assert before_s - after_s >= advice.gain_s / 2 > 0
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_planner_promises_what_following_the_advice_keeps(name: str) -> None:
+    planted = PLANTED[name]
+    timeline = simulate(planted.before)
+    bubbles = count_bubbles(timeline)
+    assert bubbles is not None
+    advice = plan_gains(advise(bubbles, timeline, planted.before.config), timeline, planted.before.config)[0]
+    assert (advice.cause, advice.change, advice.is_planned) == (planted.cause, planted.change, True)
+    after_s = bubbles_of(planted.after).step_s / planted.rollouts_after
+    assert bubbles.step_s - after_s >= advice.gain_s / 2 > 0
 
 
 def test_a_run_without_a_bottleneck_gets_no_advice() -> None:

@@ -48,6 +48,12 @@ def test_each_request_has_a_cost_of_its_own() -> None:
     assert ends(EngineCurve(1.0, 0.0, request_s=0.5), [4]) == pytest.approx([4.5])
 
 
+def test_a_request_takes_its_place_before_its_first_token() -> None:
+    curve = EngineCurve(1.0, 0.0, request_s=0.5)
+    assert ends(curve, [4, 2], max_num_seqs=1) == pytest.approx([4.5, 7.0])
+    assert ends(curve, [4, 2], max_num_seqs=2) == pytest.approx([4.5, 2.5])
+
+
 def test_an_engine_that_shares_the_trainers_device_is_slower_meanwhile() -> None:
     """4 s at half speed are 2 tokens; the other 8 take 8 s."""
     assert ends(EngineCurve(1.0, 0.0, beside_training_s=1.0), [10], training=4.0) == pytest.approx([12.0])

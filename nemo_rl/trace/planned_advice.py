@@ -1,0 +1,37 @@
+"""What the planner expects of an advice: the run's own work under the values that it names."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nemo_rl.errors import ConfigError
+from nemo_rl.trace.advice import Advice, Config
+from nemo_rl.trace.plan import plan
+from nemo_rl.trace.planner_keys import PlannerKeys
+from nemo_rl.trace.timeline import Timeline
+from nemo_rl.trace.workload import fit_workload
+
+NUM_STEPS = 8
+MAX_PLANNED = 4  # pieces of advice; the gains of the others stay estimates
+
+
+def plan_gains(advice: Sequence[Advice], timeline: Timeline, config: Config) -> list[Advice]:
+    """Return the advice with the gains that the planner expects, the largest first; others keep their estimates.
+
+    A gain is per rollout: of a step that becomes larger it is the part that a step of the present size saves.
+    """
+    keys = PlannerKeys(config)
+    try:
+        workload = fit_workload(timeline, keys.limits)
+        before_s = plan(workload, keys.schedule(keys.present), num_steps=NUM_STEPS).step_s
+    except (ValueError, ConfigError):  # no rollouts, or a configuration that is not the run's
+        return list(advice)
+    found = []
+    for place, each in enumerate(advice):
+        if place < MAX_PLANNED and each.values and each.values.keys() <= keys.present.keys():
+            schedule = keys.schedule(keys.present | each.values)
+            larger = schedule.num_prompts / keys.schedule(keys.present).num_prompts
+            after_s = plan(workload, schedule, num_steps=NUM_STEPS).step_s / larger
+            found.append(replace(each, gain_s=max(before_s - after_s, 0.0), is_planned=True))
+        else:
+            found.append(each)
+    return sorted(found, key=lambda each: -each.gain_s)
