@@ -129,6 +129,19 @@ class Generation(WeightTarget, Protocol):
 
 
 @runtime_checkable
+class Profiled(Protocol):
+    """A policy or an engine whose operations can be profiled."""
+
+    async def start_profile(self, directory: Path, name: str) -> None:
+        """Begin a profile, which is written to a file of `directory` whose name has `name`."""
+        ...
+
+    async def stop_profile(self) -> None:
+        """End it; its file is there when this returns."""
+        ...
+
+
+@runtime_checkable
 class HasReplicas(Protocol):
     """A Generation that routes to several engine replicas."""
 

@@ -12,7 +12,7 @@ Trace Context (https://www.w3.org/TR/trace-context/).
 import heapq
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -158,10 +158,33 @@ def span(name: str, track: str | None = None, **attributes: AttributeValue) -> A
     return NO_SPAN if _tracer is None else Span(_tracer, name, _current.get(), track, attributes)
 
 
+def record_span(name: str, start_ns: int, end_ns: int, **attributes: AttributeValue) -> None:
+    """Record a part of the current span that was timed elsewhere; it is clipped to the time since that span began."""
+    parent = _current.get()
+    if _tracer is None or not isinstance(parent, Span):
+        return
+    start_ns = max(start_ns, parent.start_ns)
+    identity = parent.trace_id, getrandbits(64), parent.span_id
+    end_ns = max(start_ns, end_ns)
+    _tracer.add(SpanRecord(name, parent.track, parent.lane, start_ns, end_ns, *identity, attributes))
+
+
+def now_ns() -> int:
+    """Return the time on the clock of spans; 0 without a tracer."""
+    return 0 if _tracer is None else _tracer.clock_ns()
+
+
 def record_counter(name: str, value: float) -> None:
     """Record that a counter has this value from now on."""
     if _tracer is not None:
         _tracer.add(CounterRecord(name, _tracer.clock_ns(), value))
+
+
+def add_records(records: Iterable[TraceRecord]) -> None:
+    """Add records of another process to the trace."""
+    if _tracer is not None:
+        for record in records:
+            _tracer.add(record)
 
 
 def current_context() -> SpanContext | None:
@@ -217,12 +240,21 @@ class Tracer:
         self._writer = threading.Thread(target=self._write_until_closed, name="trace-writer", daemon=True)
 
     def __enter__(self) -> "Tracer":
+        self.open_without_writer()
+        self._writer.start()
+        return self
+
+    def open_without_writer(self) -> None:
+        """Collect the spans of this process until it ends, for a caller that takes them with `take`."""
         global _tracer
         if _tracer is not None:
             raise RuntimeError("a tracer is open in this process already")
         _tracer = self
-        self._writer.start()
-        return self
+
+    def take(self) -> list[TraceRecord]:
+        """Return the records since the last call."""
+        records, self._pending = self._pending, []
+        return records
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -283,7 +315,7 @@ class Tracer:
         is_last = False
         while not is_last:
             is_last = self._is_closing.wait(FLUSH_S)
-            records, self._pending = self._pending, []
+            records = self.take()
             for sink in list(self._sinks):
                 if records:
                     self._guard(sink, lambda sink=sink, records=records: sink.write(records))

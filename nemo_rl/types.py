@@ -311,6 +311,15 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestPhases:
+    """The seconds of a request in its engine, one phase after another, with the pauses of refits."""
+
+    queue_s: float  # until it is first scheduled
+    prefill_s: float  # until its first token
+    decode_s: float  # until its last
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """Tokens that an engine sampled for one request."""
 
@@ -323,6 +332,7 @@ class Completion:
     text: str | None = None  # a server that returns no tokens: ids are UNKNOWN_TOKEN, as many as it counts
     # a row per token of the prompt, then of the response; the last sampled token was no input: it has no experts
     columns: TokenColumns = NO_COLUMNS
+    phases: RequestPhases | None = field(default=None, compare=False)  # if the engine is traced
 
     @property
     def sampled_columns(self) -> TokenColumns:

@@ -59,7 +59,8 @@ async def _train_all_steps(run: TrainingRun, training: TrainingProgress, observe
             for each in observers:
                 await each.at_start()
         while _should_continue(run, training):
-            await train_one_step(run, training, observers)
+            async with run.profiler.profiled(training.position.step + 1):
+                await train_one_step(run, training, observers)
         if training.data_exhausted:
             section = run.config.algorithm_key
             logger.info("dataset exhausted after %d steps (%s.max_num_epochs)", training.position.step, section)

@@ -13,6 +13,7 @@ from typing import Protocol
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.checkpoint_writer import CheckpointWriter, Position, restore
 from nemo_rl.algorithms.interrupt import Interrupt, Interrupted
+from nemo_rl.algorithms.step_profiler import NO_PROFILES, StepProfiler
 from nemo_rl.algorithms.training_progress import TrainingProgress, checkpoint_metrics, save_if_due
 from nemo_rl.algorithms.training_reports import report_step
 from nemo_rl.checkpoint import CheckpointStore
@@ -62,6 +63,7 @@ class SupervisedRun:
     progress: Progress
     interrupt: Interrupt
     num_devices: int = 1  # that train
+    profiler: StepProfiler = NO_PROFILES
     lost_records: LostRecords = field(default_factory=LostRecords)
 
 
@@ -73,7 +75,8 @@ async def train_supervised(run: SupervisedRun) -> TrainingProgress:
         if run.config.algorithm.val_at_start and training.position.step == 0:
             await _validate(run, training, StepTimer())
         while training.position.step < run.num_steps and not run.interrupt.requested:
-            await train_one_step(run, training)
+            async with run.profiler.profiled(training.position.step + 1):
+                await train_one_step(run, training)
         training.interrupted = run.interrupt.requested
         if training.interrupted:
             await checkpoint_writer.begin(training.position, checkpoint_metrics(training))

@@ -7,6 +7,7 @@ from nemo_rl import checkpoint
 from nemo_rl.algorithms.interrupt import Interrupt
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.stages import Algorithm
+from nemo_rl.algorithms.step_profiler import NO_PROFILES, StepProfiler
 from nemo_rl.algorithms.validation import Validator
 from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.experience.rollout_details import RolloutDetails
@@ -36,6 +37,7 @@ class TrainingRun:
     validation_rollouts: RolloutWriter | None
     interrupt: Interrupt
     num_devices: int = 1  # that train or sample
+    profiler: StepProfiler = NO_PROFILES
     details: RolloutDetails | None = None
     lost_records: LostRecords = field(default_factory=LostRecords)
 

@@ -137,6 +137,12 @@ class TraceConfig(Section):
         return url
 
 
+class ProfileConfig(Section):
+    """`logger.profile`: torch profiles of chosen steps, in profiles/ of the run's directory and in its trace."""
+
+    steps: list[Annotated[int, Field(gt=0)]] = Field(default_factory=list)  # training steps; each makes a large file
+
+
 class LoggerConfig(Section):
     """`logger`: where metrics go, and what the terminal shows."""
 
@@ -154,6 +160,7 @@ class LoggerConfig(Section):
     rollout_details: int = Field(default=1, ge=0)  # groups of a step whose tokens rollouts/details.jsonl describes
     wandb: WandbConfig = WandbConfig.with_defaults()
     trace: TraceConfig = TraceConfig()
+    profile: ProfileConfig = ProfileConfig()
     loggers: Annotated[dict[str, SerializeAsAny[MetricsLoggerConfig]], LOGGERS] = Field(default_factory=dict)
 
     @property

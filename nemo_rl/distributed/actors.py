@@ -10,18 +10,23 @@ import re
 import traceback
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import ray
 import ray.exceptions
 
 from nemo_rl.distributed.cluster import ReservedSlot, connect, use_node_interface
+from nemo_rl.distributed.remote_spans import Identity, RemoteSpans, span_of_call
 from nemo_rl.errors import WorkerDied, WorkerError, WorkerTimeout
+from nemo_rl.tracing import current_context
 
 FAILED_IMPORT = re.compile(r"^(?:ModuleNotFoundError|ImportError): (.+)$", re.MULTILINE)  # a line of Ray's traceback
+
+Payload: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]  # args and kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class _ActorHost:
         except (Exception, SystemExit) as error:  # the constructor is user code: reported to the caller of each method  # noqa: BLE001
             self._construction_error = _describe_error(error)
 
-    async def call(self, name: str, payload: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Any:
+    async def call(self, name: str, payload: Payload) -> Any:
         if self._construction_error is not None:
             return self._construction_error
         args, kwargs = payload
@@ -57,9 +62,16 @@ class _ActorHost:
             method = partial(getattr(self._target, name), *args, **kwargs)
             if inspect.iscoroutinefunction(method.func):
                 return await method()
-            return await asyncio.get_running_loop().run_in_executor(self._executor, method)
+            context = copy_context()  # methods in threads belong to the call's span
+            return await asyncio.get_running_loop().run_in_executor(self._executor, context.run, method)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # raised by user code; they would end the actor  # noqa: BLE001
             return _describe_error(error)
+
+    async def call_in_span(self, name: str, payload: Payload, caller: Identity) -> RemoteSpans:
+        """Do as `call` within a span that belongs to the caller's; return the result with the spans of this process."""
+        with span_of_call(name, caller):
+            result = await self.call(name, payload)
+        return RemoteSpans.take(result)
 
     async def stream(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         if self._construction_error is not None:
@@ -92,10 +104,15 @@ class ActorHandle:
 
     async def call_with_payload(self, name: str, payload: Any, *, timeout_s: float | None = None) -> Any:
         """Do as `call` with (args, kwargs), or with the reference that `put` returned for them."""
-        reference = self._actor.call.remote(name, payload)
+        context = current_context()
+        if context is None:
+            reference = self._actor.call.remote(name, payload)
+        else:
+            reference = self._actor.call_in_span.remote(name, payload, (context.trace_id, context.span_id))
         try:
             async with asyncio.timeout(timeout_s):
-                return self._raise_if_failed(name, await reference)
+                result = await reference
+            return self._raise_if_failed(name, result if context is None else result.add_to_trace(self.name))
         except TimeoutError as error:
             ray.cancel(reference)
             raise WorkerTimeout(f"{self.name}.{name} did not answer in {timeout_s} s") from error

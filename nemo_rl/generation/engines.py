@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.policy import GenerationConfig
 from nemo_rl.config.registries import ENGINES
+from nemo_rl.config.shared_sections import TraceConfig
 from nemo_rl.errors import GenerationError
 from nemo_rl.interfaces import Generation
 
@@ -33,6 +35,10 @@ class EngineModel:
     records_routes: bool = False  # completions have the column `token_columns.ROUTED_EXPERTS`
     adapters: AdapterSlots | None = None  # None: refits bring whole weights
     vision_type: str | None = None  # type of a model that sees (config/images.py); None: it reads text
+    profile_dir: Path | None = None  # where the engine writes profiles of chosen steps; None: it writes none
+    trace: TraceConfig = field(
+        default_factory=TraceConfig
+    )  # `logger.trace`: completions have phases, and the engine counters
 
 
 async def make_generation(

@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, TypeAlias
 
 from nemo_rl.interfaces import Generation
-from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Guide
+from nemo_rl.tracing import now_ns, record_span
+from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Guide, RequestPhases
 
 AnswerRequest: TypeAlias = Callable[[GenerationRequest], Awaitable[Completion | FailedRequest]]
 
@@ -50,7 +51,10 @@ async def answer_by_deadline(generation: Generation, request: GenerationRequest)
     """Return what `generate_by_deadline` would yield for one request, at a third of its cost; None: no result."""
     results = aiter(generation.generate((request,)))
     try:
-        return await _next_by_deadline(results, request.timeout_s)
+        result = await _next_by_deadline(results, request.timeout_s)
+        if isinstance(result, Completion) and result.phases is not None:
+            record_phases(result.phases)
+        return result
     except StopAsyncIteration:
         return None
     except _Late:
@@ -58,6 +62,15 @@ async def answer_by_deadline(generation: Generation, request: GenerationRequest)
     finally:
         if isinstance(results, AsyncGenerator):
             await results.aclose()
+
+
+def record_phases(phases: RequestPhases) -> None:
+    """Record the phases of a request that ends now as parts of the current span."""
+    end_ns = now_ns()
+    for name in ("decode", "prefill", "queue"):
+        start_ns = end_ns - round(getattr(phases, f"{name}_s") * 1e9)
+        record_span(name, start_ns, end_ns)
+        end_ns = start_ns
 
 
 async def _next_by_deadline(

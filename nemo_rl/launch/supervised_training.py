@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from nemo_rl.algorithms.interrupt import Interrupt, cancel_on_termination
+from nemo_rl.algorithms.step_profiler import make_profiler
 from nemo_rl.algorithms.supervised_loop import Objective, SupervisedRun, train_supervised
 from nemo_rl.algorithms.supervised_objectives import DPOObjective, SFTObjective
 from nemo_rl.algorithms.training_progress import TrainingProgress
@@ -74,6 +75,7 @@ async def open_supervised(config: SupervisedRunConfig) -> AsyncIterator[Supervis
             progress=progress,
             interrupt=interrupt,
             num_devices=layout.num_devices,
+            profiler=make_profiler(config.logger.profile, run_dir, policy),
             lost_records=lost,
         )
 

@@ -22,6 +22,7 @@ from nemo_rl.algorithms.interrupt import Interrupt, cancel_on_termination
 from nemo_rl.algorithms.loop import train
 from nemo_rl.algorithms.reward_penalties import make_penalties
 from nemo_rl.algorithms.stages import Algorithm
+from nemo_rl.algorithms.step_profiler import make_profiler
 from nemo_rl.algorithms.supervised_loop import SupervisedRun
 from nemo_rl.algorithms.teacher_stages import LogprobsStage
 from nemo_rl.algorithms.training_progress import TrainingProgress
@@ -283,6 +284,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
             validation_rollouts=_rollout_writer(config, run_dir / "rollouts/validation.jsonl", stack, lost),
             interrupt=interrupt,
             num_devices=run.layout.num_devices,
+            profiler=make_profiler(config.logger.profile, run_dir, workers.policy, workers.generation),
             details=_rollout_details(config, run.policy.encoder, run_dir, stack, lost),
             lost_records=lost,
         )

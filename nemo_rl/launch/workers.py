@@ -21,6 +21,7 @@ from nemo_rl.launch.memory_plan import make_run_memory
 from nemo_rl.launch.resolved_model import ResolvedModel
 from nemo_rl.launch.resolved_run import ResolvedRun
 from nemo_rl.launch.teachers import open_teachers
+from nemo_rl.observability.profiles import PROFILES
 from nemo_rl.policy.batch_transfer import bytes_of_step
 from nemo_rl.policy.driver import LocalPolicy, PolicyWorkerGroup
 from nemo_rl.policy.memory import UnknownShapeError
@@ -77,7 +78,8 @@ async def open_workers(run: ResolvedRun, *, log_dir: Path, stack: AsyncExitStack
     reservation = await _open_cluster(config, layout, stack)
     teachers = await open_teachers(run, reservation, log_dir=log_dir, stack=stack)
     slots = [] if reservation is None else [reservation.slot(slot) for slot in layout.engines]
-    start_engines = partial(_open_generation, config, run.policy, layout, slots)
+    profile_dir = log_dir.parent / PROFILES if config.logger.profile.steps else None
+    start_engines = partial(_open_generation, config, run.policy, layout, slots, profile_dir)
     async with _started(start_engines, at_once=layout.is_split) as starting:
         policy = await _open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
         generation = await starting()
@@ -196,7 +198,11 @@ async def _started(
 
 
 async def _open_generation(
-    config: TrainingRunConfig, policy: ResolvedModel, layout: Layout, slots: "Sequence[ReservedSlot]"
+    config: TrainingRunConfig,
+    policy: ResolvedModel,
+    layout: Layout,
+    slots: "Sequence[ReservedSlot]",
+    profile_dir: Path | None,
 ) -> Generation:
     assert policy.config is not None
     beside_training = config.algorithm.samples_beside_training
@@ -211,6 +217,8 @@ async def _open_generation(
         records_routes=records,
         adapters=_adapter_slots(config),
         vision_type=policy.config.model_type if sees(policy.config) else None,
+        trace=config.logger.trace,
+        profile_dir=profile_dir,
     )
     return await make_generation(section, model, slots=slots, start_timeout_s=config.cluster.start_limit_s(policy.path))
 

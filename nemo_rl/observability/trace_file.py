@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +22,7 @@ TRACE_FILE = "trace.json.gz"
 GZIP_HEADER = b"\x1f\x8b\x08"  # of a member, and its method of compression (RFC 1952, section 2.3)
 CHUNK = 1 << 16  # bytes that are decompressed at once
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+PROFILE = "profile"  # first category of events that come from a profile (profiles.py)
 START = "start"  # name of the event with which each process that writes the file begins
 MAX_TRACKS = 100  # of a process: ids that its tracks have as processes of the format; a resumed run has others
 
@@ -72,11 +73,18 @@ class TraceFile:
 
 
 def _line(kind: str, name: str, pid: int, **fields: Any) -> str:
-    return _ENCODE({"ph": kind, "name": name, "pid": pid, **fields}) + ",\n"
+    return encode_event({"ph": kind, "name": name, "pid": pid, **fields})
+
+
+def encode_event(event: Mapping[str, Any]) -> str:
+    """Return the line of an event."""
+    return _ENCODE(event) + ",\n"
 
 
 def read_trace(path: Path) -> Iterator[list[TraceRecord]]:
     """Yield the records of each start of the run, in the order in which they ended; clocks of two starts may differ.
+
+    Events of profiles are left out.
 
     A write that was cut short is left out. Raises ValueError for a line that is no event of this format.
     """
@@ -88,6 +96,8 @@ def read_trace(path: Path) -> Iterator[list[TraceRecord]]:
             continue
         try:
             event = json.loads(text)
+            if str(event.get("cat", "")).startswith(PROFILE):
+                continue
             if event["ph"] == "M" and event["name"] == START:
                 if records:
                     yield records
@@ -95,16 +105,18 @@ def read_trace(path: Path) -> Iterator[list[TraceRecord]]:
             elif event["ph"] == "M":
                 if event["name"] == "process_name":
                     tracks[event["pid"]] = str(event["args"]["name"])
-            elif event["ph"] == "C":
-                records.append(
-                    CounterRecord(str(event["name"]), round(event["ts"] * 1000), float(event["args"]["value"]))
-                )
             else:
-                records.append(_to_span(event, tracks))
+                records.append(_to_record(event, tracks))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: not an event of a trace of this project: {text:.80}") from error
     if records:
         yield records
+
+
+def _to_record(event: dict[str, Any], tracks: dict[int, str]) -> TraceRecord:
+    if event["ph"] == "C":
+        return CounterRecord(str(event["name"]), round(event["ts"] * 1000), float(event["args"]["value"]))
+    return _to_span(event, tracks)
 
 
 def _to_span(event: dict[str, Any], tracks: dict[int, str]) -> SpanRecord:

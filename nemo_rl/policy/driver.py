@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -108,6 +109,13 @@ class PolicyCalls(ScoringCalls):
         self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT], *, adapter_only: bool = False
     ) -> Sequence[ResultT]:
         return await self._call_all("run_on_rank", use, adapter_only=adapter_only)
+
+    async def start_profile(self, directory: Path, name: str) -> None:
+        """Begin a profile on each rank, `<name>_policy_rank<rank>.json.gz`; every rank must reach the directory."""
+        await self._call("start_profile", _absolute(directory), name)
+
+    async def stop_profile(self) -> None:
+        await self._call("stop_profile")
 
     async def empty_cache(self) -> None:
         await self._call("empty_cache")
@@ -246,7 +254,7 @@ class PolicyThread:
             raise RuntimeError(f"the thread {self._thread.name} is closed")
         future: Future[ResultT] = Future()
         release_openmp_threads()  # the caller's
-        self._calls.put((future, call))
+        self._calls.put((future, partial(copy_context().run, call)))  # its spans belong to the caller's
         return future
 
     def _run_calls(self, num_torch_threads: int) -> None:

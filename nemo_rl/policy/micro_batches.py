@@ -212,7 +212,7 @@ def micro_batches(
 def in_spans(parts: Iterable[tuple[torch.Tensor, TrainingBatch]]) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:
     """Yield the micro-batches, and trace what is done with each; on a device that is the launch of its kernels."""
     for rows, part in parts:
-        with span(MICRO_BATCH, "policy", num_tokens=int(part[keys.LENGTHS].sum()), num_samples=len(rows)):
+        with span(MICRO_BATCH, num_tokens=int(part[keys.LENGTHS].sum()), num_samples=len(rows)):
             yield rows, part
 
 

@@ -14,8 +14,10 @@ from typing import Any, Generic, Protocol, TypeVar, get_args
 
 import torch
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.profiler import ProfilerActivity
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
@@ -198,6 +200,8 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
     _optimizer: Optimizer
     _scheduler: LRScheduler | None
     _trainer: SupportsOptimizerStep
+    _profile: torch.profiler.profile | None = None  # the running one
+    _profile_path: Path
     _recorded: RecordedLoss | None = None  # log-probs of the last training step
 
     def __init__(
@@ -401,6 +405,21 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         join(self.layout, self.device)
         self._load_optimizer(directory)
         load_schedule(self._scheduler, directory)
+
+    def start_profile(self, directory: Path, name: str) -> None:
+        """Begin a profile of all threads of this process, the device's operations included."""
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+        options = _ExperimentalConfig(profile_all_threads=True)
+        self._profile = torch.profiler.profile(activities=activities, experimental_config=options)
+        self._profile_path = directory / f"{name}_policy_rank{self.layout.rank}.json.gz"
+        self._profile.start()
+
+    def stop_profile(self) -> None:
+        """Write the profile that `start_profile` has begun."""
+        assert self._profile is not None
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(self._profile_path))
+        self._profile = None
 
     def close(self) -> None:
         """Finish the running save. The process stays in its process group."""

@@ -16,6 +16,8 @@ from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.distributed.cluster import connect, reserve
 from nemo_rl.errors import WorkerDied, WorkerError
 from nemo_rl.policy.driver import LocalPolicy, PolicyWorkerGroup
+from nemo_rl.tracing import span
+from tests.support.kept_spans import KeptSpans, kept_spans
 from tests.unit.policy.tiny import WeightedNLL, make_batch, saved_model
 
 DEADLINE_S = 300.0
@@ -83,7 +85,9 @@ def test_two_ranks_are_one_and_end_with_the_cause(model: Path, tmp_path: Path) -
         slots = [reservation.slot(device_slot) for device_slot in TWO_RANKS.ranks]
         group = await PolicyWorkerGroup.create(config, slots=slots, timeout_s=DEADLINE_S, log_dir=tmp_path, **arguments)
         try:
-            await equals_plain(group, expected)
+            with kept_spans() as kept, span("step"):
+                await equals_plain(group, expected)
+            check_spans(kept)
             await loads_what_it_saved(group, tmp_path / "saved")
             await ends_with_the_cause(group)
         finally:
@@ -92,6 +96,17 @@ def test_two_ranks_are_one_and_end_with_the_cause(model: Path, tmp_path: Path) -
             reservation.release()
 
     asyncio.run(main())
+
+
+def check_spans(kept: KeptSpans) -> None:
+    """Each rank has a track: its calls, and in them what it did with each micro-batch, belong to the driver's step."""
+    (step,) = kept.named("step")
+    for rank in range(2):
+        calls = [each for each in kept.named("train_step") if each.track == f"policy rank {rank}"]
+        assert [each.parent_id for each in calls] == [step.span_id] * 2
+        parts = [each for each in kept.named("micro_batch") if each.parent_id in {call.span_id for call in calls}]
+        assert {(each.track, each.trace_id) for each in parts} == {(f"policy rank {rank}", step.trace_id)}
+        assert len(parts) == 2 * 2  # four rows per rank, three per micro-batch, two steps
 
 
 async def equals_plain(group: PolicyWorkerGroup, expected: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from nemo_rl.distributed.actors import ActorHandle, spawn_actor
@@ -81,6 +82,12 @@ class VllmActor:
     async def wake(self, *, parts: Sequence[EnginePart]) -> None:
         await self.engine.wake(*parts)
 
+    async def start_profile(self, directory: Path, name: str) -> None:
+        await self.engine.start_profile(directory, name)
+
+    async def stop_profile(self) -> None:
+        await self.engine.stop_profile()
+
     async def close(self) -> None:
         release()
         await self.engine.close()
@@ -102,11 +109,12 @@ class VllmActorGeneration:
         *,
         start_timeout_s: float,
         slot: Any = None,
+        index: int = 0,
         num_replicas: int = 1,
     ) -> "VllmActorGeneration":
         """Start actor and engine; raises GenerationError when they do not start within `start_timeout_s`.
 
-        It runs on `slot`, or where Ray puts it. `num_replicas` like it share the cores of a CPU.
+        It runs on `slot`, or where Ray puts it. `index` is its number; `num_replicas` like it share the cores of a CPU.
         """
         placed = {} if slot is None else {"slot": slot}
         needs_gpus = model.device == "cuda" and slot is None
@@ -116,6 +124,7 @@ class VllmActorGeneration:
             model,
             num_gpus=section.vllm_cfg.tensor_parallel_size if needs_gpus else 0,
             max_concurrency=MAX_CONCURRENCY,
+            label=f"engine {index}",
             env_vars=environment(
                 model.device, num_replicas, num_workers=section.num_workers, start_timeout_s=start_timeout_s
             ),
@@ -185,6 +194,12 @@ class VllmActorGeneration:
     async def wake(self, *parts: EnginePart) -> None:
         await self._call("wake", parts=parts)
 
+    async def start_profile(self, directory: Path, name: str) -> None:
+        await self._call("start_profile", directory, name)
+
+    async def stop_profile(self) -> None:
+        await self._call("stop_profile")
+
     async def close(self) -> None:
         """End engine and actor; may be called twice."""
         if self._closed:
@@ -197,8 +212,8 @@ class VllmActorGeneration:
         finally:
             self._actor.kill()
 
-    async def _call(self, name: str, **arguments: Any) -> None:
+    async def _call(self, name: str, *values: Any, **arguments: Any) -> None:
         try:
-            await self._actor.call(name, timeout_s=CALL_TIMEOUT_S, **arguments)
+            await self._actor.call(name, *values, timeout_s=CALL_TIMEOUT_S, **arguments)
         except WorkerError as error:
             raise GenerationError(f"the engine's actor: {error}") from error

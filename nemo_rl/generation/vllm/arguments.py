@@ -38,9 +38,11 @@ def engine_arguments(section: VllmGenerationConfig, model: EngineModel) -> dict[
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        "otlp_traces_endpoint": model.trace.otlp_endpoint if sends_spans(section, model) else None,
     }
     if model.records_routes and not on_cpu:  # a CPU engine's worker records them itself (cpu/routes.py)
         arguments["enable_return_routed_experts"] = True
+    arguments |= _profile_arguments(section, model)
     if model.adapters is not None:
         arguments |= adapter_arguments(model.adapters)
     if model.vision_type is not None:
@@ -63,6 +65,19 @@ def engine_arguments(section: VllmGenerationConfig, model: EngineModel) -> dict[
     if on_cpu:
         check_cpu_arguments(cfg, arguments)
     return arguments
+
+
+def sends_spans(section: VllmGenerationConfig, model: EngineModel) -> bool:
+    """Return whether vLLM sends spans of its own to the run's collector; a core in this process has none."""
+    return model.trace.enabled and model.trace.otlp_endpoint is not None and not section.vllm_cfg.in_process
+
+
+def _profile_arguments(section: VllmGenerationConfig, model: EngineModel) -> dict[str, Any]:
+    """Return what lets vLLM's workers write profiles; a core in this process is in the profile of the policy there."""
+    if model.profile_dir is None or section.vllm_cfg.in_process:
+        return {}
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(model.profile_dir.absolute())}
+    return {"profiler_config": {**profiler, "torch_profiler_with_stack": False, "ignore_frontend": True}}
 
 
 def has_tokenizer(model_path: str) -> bool:

@@ -13,29 +13,34 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import astuple
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from nemo_rl import types
+from nemo_rl.config.shared_sections import TraceConfig
 from nemo_rl.distributed.processes import kill_children, wait_until_idle
 from nemo_rl.errors import ConfigError, GenerationError, WeightSyncError
 from nemo_rl.generation.engines import AdapterSlots, EngineModel
 from nemo_rl.generation.requests import as_completed, structured_outputs
 from nemo_rl.generation.vllm.adapters import AdapterVersion, AdapterVersions, adapter_request
-from nemo_rl.generation.vllm.arguments import engine_arguments
+from nemo_rl.generation.vllm.arguments import engine_arguments, sends_spans
 from nemo_rl.generation.vllm.entry import IN_PROCESS_KEY, VllmGenerationConfig
 from nemo_rl.generation.vllm.images import engine_input, needs_prepared_process, prepare_classes
 from nemo_rl.generation.vllm.process_environment import START_S, restore_environment, starting_engine
+from nemo_rl.generation.vllm.request_phases import to_phases
 from nemo_rl.generation.vllm.routes import make_route_source
 from nemo_rl.interfaces import EnginePart
 from nemo_rl.token_columns import NO_COLUMNS, TokenColumns, sampling_mask_columns
+from nemo_rl.tracing import trace_headers
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
 from nemo_rl.weight_manifests import DeviceWeights, LocalWeights, WeightChunks, WeightManifest, Weights, WeightStream
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerFactory
 
     from nemo_rl.generation.vllm.cpu.core_thread import InProcessEngine
 
@@ -43,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SEED = 2**63 - 1  # vLLM keeps seeds in an int64
 CONTROL_S = 600.0  # limit for the engine to pause, resume, load weights, sleep or wake
+OTLP_PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # read by vLLM; its default is gRPC
 SHUTDOWN_S = 30.0  # the engine's process takes seconds to end; then it is killed
 
 
@@ -63,6 +69,7 @@ class VllmGeneration:
         records_routes: bool = False,
         adapters: AdapterSlots | None = None,
         sees: bool = False,
+        sends_spans: bool = False,
         control_s: float = CONTROL_S,
     ) -> None:
         """Use `create`."""
@@ -89,6 +96,7 @@ class VllmGeneration:
         self._vocab_size: int = engine.vllm_config.model_config.get_vocab_size()
         self._max_model_len: int = engine.vllm_config.model_config.max_model_len
         self._sees = sees
+        self._sends_spans = sends_spans
         self._routes = make_route_source(engine, on_cpu=device == "cpu") if records_routes else None
         self._adapters = None if adapters is None else AdapterVersions(adapters.num_versions)
         self._weight_version = 0
@@ -116,6 +124,7 @@ class VllmGeneration:
                 records_routes=model.records_routes,
                 adapters=model.adapters,
                 sees=model.vision_type is not None,
+                sends_spans=sends_spans(section, model),
             )
             try:
                 async with generation._engine_deadline("start"):
@@ -187,6 +196,8 @@ class VllmGeneration:
         prompt = engine_input(token_ids, request.images) if request.images else self._tokens_input(token_ids)
         num_told = 0
         own: dict[str, Any] = {} if adapter is None else {"lora_request": adapter_request(adapter.number)}
+        if self._sends_spans:
+            own["trace_headers"] = trace_headers()
         outputs = self._engine.generate(prompt, self._params(request), request.request_id, **own)
         async with contextlib.aclosing(outputs):  # otherwise the event loop closes it in another task
             async for output in outputs:
@@ -293,6 +304,16 @@ class VllmGeneration:
         method, arguments = weight_loading_call(weights)
         await self._engine.collective_rpc(method, args=(*arguments, adapter) if adapter else arguments)
 
+    async def start_profile(self, directory: Path, name: str) -> None:
+        """Begin a profile of vLLM's workers, in the directory that the engine was started with."""
+        if self._engine.vllm_config.profiler_config.profiler is not None:
+            await cast("AsyncLLM", self._engine).start_profile(f"{name}_engine_{os.getpid()}")
+
+    async def stop_profile(self) -> None:
+        if self._engine.vllm_config.profiler_config.profiler is not None:
+            async with self._engine_deadline("write its profile"):
+                await cast("AsyncLLM", self._engine).stop_profile()
+
     async def sleep(self, *, discards_weights: bool = False) -> None:
         if self._can_sleep:
             async with self._engine_deadline("sleep"):
@@ -355,6 +376,8 @@ def start_engine(section: VllmGenerationConfig, model: EngineModel) -> "AsyncLLM
             raise ConfigError(IN_PROCESS_KEY, section.vllm_cfg.in_process, problem)
         prepare_classes(model.vision_type)
     arguments, before = engine_arguments(section, model), dict(os.environ)
+    if sends_spans(section, model):
+        os.environ.setdefault(OTLP_PROTOCOL_VARIABLE, "http/protobuf")
     # The sizes of batches that vLLM chooses by the device are those of its offline class, for the highest throughput.
     context = None if model.device == "cpu" else UsageContext.LLM_CLASS
     try:
@@ -369,12 +392,21 @@ def start_engine(section: VllmGenerationConfig, model: EngineModel) -> "AsyncLLM
             from nemo_rl.generation.vllm.cpu.core_thread import InProcessEngine
 
             restore_environment(before, {"LD_PRELOAD"})  # now: other processes may start beside the core
-            return InProcessEngine(config)
+            return InProcessEngine(config, is_traced=model.trace.enabled)
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        return AsyncLLM.from_vllm_config(config, stat_loggers=_counters(model.trace), disable_log_stats=True)
     except Exception as error:
         raise GenerationError(f"vLLM did not start with {model.model_path}: {error}") from error
+
+
+def _counters(trace: TraceConfig) -> "list[StatLoggerFactory] | None":
+    """Return what makes vLLM time its requests and tell its counters; without it vLLM spends no time on either."""
+    if not trace.enabled:
+        return None
+    from nemo_rl.generation.vllm.stat_logger import TraceStatLogger  # imports vLLM
+
+    return [TraceStatLogger]
 
 
 def _engine_dead_error() -> GenerationError:
@@ -441,6 +473,7 @@ def to_completion(
         weight_versions=(spans[0].version, spans[-1].version) if spans else (version, version),
         weight_spans=spans if len(spans) > 1 else (),
         columns=columns.completed(_sampling_mask(output, num_likeliest)) if num_likeliest else columns,
+        phases=to_phases(output.metrics),
     )
 
 

@@ -29,7 +29,7 @@ async def make_vllm(
         slot = slots_or_none[index % count]  # a CPU takes more engines than were configured, a GPU does not
         num_replicas = max(count, index + 1)
         return await VllmActorGeneration.create(
-            section, model, slot=slot, num_replicas=num_replicas, start_timeout_s=start_timeout_s
+            section, model, slot=slot, index=index, num_replicas=num_replicas, start_timeout_s=start_timeout_s
         )
 
     limit = count if model.device == "cuda" else MAX_REPLICAS

@@ -24,7 +24,7 @@ from tests.contracts.engines import answers, request
 def output(*, finish_reason: str, spans: Any = None) -> Any:
     logprobs = SimpleNamespace(logprobs=[-0.5, -1.5])
     sampled = SimpleNamespace(token_ids=[4, 5], logprobs=logprobs, finish_reason=finish_reason, weight_versions=spans)
-    return SimpleNamespace(outputs=[sampled])
+    return SimpleNamespace(outputs=[sampled], metrics=None)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_sets_are_the_likeliest_tokens_that_have_a_probability():
         logprobs=[-1.0, -0.5, -1.0, -inf, -1.1, -1.1, -1.1, -1.1],
     )
     sampled = SimpleNamespace(token_ids=[7, 3], logprobs=flat, finish_reason="stop", weight_versions=None)
-    answer: Any = SimpleNamespace(outputs=[sampled], prompt_token_ids=[4])
+    answer: Any = SimpleNamespace(outputs=[sampled], prompt_token_ids=[4], metrics=None)
     completion = to_completion("a", answer, version=0, num_likeliest=3)
     assert isinstance(completion, Completion)
     assert completion.logprobs == (-1.0, -1.1)

@@ -32,15 +32,24 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
+from vllm.v1.engine import (
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    PauseMode,
+)
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import Executor
+from vllm.v1.metrics.stats import RequestStateStats
 
 from nemo_rl.distributed.machine import release_openmp_threads
 from nemo_rl.errors import GenerationError
+from nemo_rl.generation.vllm.request_phases import SchedulerCounters
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +73,7 @@ class RunningRequest:
     logprobs: list[np.ndarray] = field(default_factory=list)  # per step, [tokens, 1 + likeliest tokens asked for]
     logprob_ids: list[np.ndarray] = field(default_factory=list)  # ids to these, if any likeliest tokens are asked for
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weights, index of their first token
+    times: RequestStateStats | None = None  # of an engine that is traced
 
     @property
     def params(self) -> SamplingParams:
@@ -88,6 +98,18 @@ class RunningRequest:
                 self.logprob_ids.append(output.new_logprobs.logprob_token_ids[: len(new), :width])
         return new, stop
 
+    def add_times(self, output: EngineCoreOutput, at: float) -> None:
+        """Note when the request was queued, scheduled and answered; `at`: of these tokens, on the core's clock."""
+        if self.times is None:
+            return
+        for event in output.events or ():
+            if event.type == EngineCoreEventType.QUEUED:
+                self.times.queued_ts = event.timestamp
+            elif event.type == EngineCoreEventType.SCHEDULED and not self.times.scheduled_ts:
+                self.times.scheduled_ts = event.timestamp
+        self.times.first_token_ts = self.times.first_token_ts or at
+        self.times.last_token_ts = at
+
     def to_output(self, new: Sequence[int], finish_reason: str | None, stop_reason: int | str | None) -> RequestOutput:
         """Return the sampled tokens in vLLM's form; log-probs and versions only with the finished answer."""
         is_finished = finish_reason is not None
@@ -107,7 +129,9 @@ class RunningRequest:
             weight_versions=self._spans() if is_finished else None,
         )
         name = self.request.external_req_id or self.request.request_id
-        return RequestOutput(name, None, self.request.prompt_token_ids, None, [sampled], is_finished)
+        return RequestOutput(
+            name, None, self.request.prompt_token_ids, None, [sampled], is_finished, metrics=self.times
+        )
 
     def _spans(self) -> list[WeightVersionSpan]:
         ends = [*(start for _, start in self.version_starts[1:]), len(self.token_ids)]
@@ -122,9 +146,10 @@ class CoreThread:
     Only this thread touches vLLM's core. After an exception in a step it answers every call with EngineDeadError.
     """
 
-    def __init__(self, config: VllmConfig, deliver: Deliver) -> None:
+    def __init__(self, config: VllmConfig, deliver: Deliver, *, is_traced: bool) -> None:
         """Start the thread, which starts the core; the first `call` waits for it."""
         self._config = config
+        self._counters = SchedulerCounters("engine") if is_traced else None
         self._deliver = deliver
         self._calls: SimpleQueue[Sequence[Call]] = SimpleQueue()
         self._running: dict[str, RunningRequest] = {}
@@ -198,7 +223,7 @@ class CoreThread:
         torch._dynamo.config.disable = True  # this thread's: compiling takes longer than it saves
         try:
             with _ONE_AT_A_TIME:
-                self._core = _start_core(self._config)
+                self._core = _start_core(self._config, log_stats=self._counters is not None)
                 self._rng_state = torch.get_rng_state()  # vLLM has seeded it
         except BaseException as error:  # raised to every waiting caller  # noqa: BLE001
             self._fail(error)
@@ -260,10 +285,13 @@ class CoreThread:
     def _collect(self, outputs: EngineCoreOutputs) -> None:
         messages: list[tuple[RunningRequest, Any]] = []
         stopped: list[str] = []
+        if self._counters is not None:
+            self._counters.record(outputs.scheduler_stats)
         for output in outputs.outputs:
             answer = self._running.get(output.request_id)
             if answer is None:  # aborted
                 continue
+            answer.add_times(output, outputs.timestamp)
             new, stop = answer.add(output, outputs.weight_version)
             reason = "stop" if stop is not None else None if output.finish_reason is None else str(output.finish_reason)
             if reason is not None:
@@ -296,8 +324,9 @@ class InProcessEngine:
     batch from their first step on.
     """
 
-    def __init__(self, config: VllmConfig) -> None:
-        """Start the core's thread; `start` waits for it."""
+    def __init__(self, config: VllmConfig, *, is_traced: bool = False) -> None:
+        """Start the core's thread; `start` waits for it. `is_traced`: outputs have metrics, and counters are kept."""
+        self._is_traced = is_traced
         self.vllm_config = config
         self.output_handler = None  # AsyncLLM's task that receives outputs
         self.engine_core = self  # AsyncLLM's client of the core
@@ -309,7 +338,7 @@ class InProcessEngine:
         self._inputs = InputProcessor(config, self._renderer)
         self._outbox: list[Call] = []
         self._unfinished: set[str] = set()  # ids of awaited requests
-        self._thread = CoreThread(config, self._deliver)
+        self._thread = CoreThread(config, self._deliver, is_traced=is_traced)
 
     async def start(self) -> None:
         """Wait for the core; raises GenerationError with the cause if it does not start."""
@@ -335,7 +364,8 @@ class InProcessEngine:
         request.external_req_id, request.request_id = request_id, f"{request_id}-{self._num_requests}"
         tokenizer = self._renderer.tokenizer if params.stop else None
         detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request) if params.stop else None
-        answer = RunningRequest(request, asyncio.Queue(), detokenizer)
+        times = RequestStateStats() if self._is_traced else None
+        answer = RunningRequest(request, asyncio.Queue(), detokenizer, times=times)
         self._unfinished.add(request.request_id)
         try:
             self._post(partial(self._thread.admit, answer))
@@ -411,7 +441,7 @@ def _hand_over(messages: list[tuple[RunningRequest, Any]]) -> None:
         answer.outputs.put_nowait(output)
 
 
-def _start_core(config: VllmConfig) -> EngineCore:
+def _start_core(config: VllmConfig, *, log_stats: bool) -> EngineCore:
     """Start the core, and undo vLLM's changes to the whole process.
 
     Its CPU worker replaces torch.set_num_threads, which other code here uses. vLLM makes the extension a base of the
@@ -421,7 +451,7 @@ def _start_core(config: VllmConfig) -> EngineCore:
     worker_class: Any = resolve_obj_by_qualname(cast(str, config.parallel_config.worker_cls))
     bases = worker_class.__bases__
     try:
-        core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        core = EngineCore(config, Executor.get_class(config), log_stats=log_stats)
     finally:
         torch.set_num_threads = set_num_threads  # type: ignore[assignment]
         extensions = worker_class.__bases__[len(bases) :]
