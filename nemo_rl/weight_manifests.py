@@ -1,10 +1,13 @@
 """Weights on their way from the policy to an engine: a manifest type per transport of weight_sync/."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+
+BYTES_BY_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,17 @@ class WeightStream:
     engine: str  # the name of the engine that is told this
     backend: str  # "nccl", on a CPU "gloo"
     timeout_s: float
+
+
+def bytes_of(weights: "Weights") -> int | None:
+    """Return the bytes of weights that are staged; None if unknown: they go from device to device, or are quantized."""
+    if isinstance(weights, LocalWeights):
+        return sum(tensor.nbytes for _, tensor in weights.tensors)
+    if not isinstance(weights, WeightManifest | WeightChunks):
+        return None
+    if all(entry.dtype in BYTES_BY_DTYPE for entry in weights.entries):
+        return sum(math.prod(entry.shape) * BYTES_BY_DTYPE[entry.dtype] for entry in weights.entries)
+    return None
 
 
 Weights: TypeAlias = LocalWeights | WeightManifest | WeightChunks | DeviceWeights | WeightStream

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 
 from nemo_rl.errors import RolloutError
+from nemo_rl.tracing import record_counter
 from nemo_rl.types import Failure, FailureClass, Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ class FailureLog:
             return
         site = prompt.task_name, failure.failure_class, failure.origin
         self._counts[site] += 1
+        record_counter("rollouts/failed", self._counts.total())
         if self._counts[site] == 1:
             logger.warning(
                 "rollout of prompt %s failed (task %s, %s): %s; further failures of this kind are logged at DEBUG%s",

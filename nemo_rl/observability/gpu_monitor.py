@@ -7,6 +7,8 @@ import subprocess
 import threading
 from collections import defaultdict
 
+from nemo_rl.tracing import record_counter
+
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 10.0  # between two samples
@@ -48,6 +50,7 @@ class GpuMonitor:
             with self._lock:
                 for name, value in sample.items():
                     self._samples[name].append(value)
+                    record_counter(name, value)
             self._closed.wait(self._period_s)
 
 

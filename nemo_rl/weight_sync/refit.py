@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary
 from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.errors import WeightSyncError
 from nemo_rl.interfaces import DeviceTurns, Generation, HoldsAdapters, Policy
-from nemo_rl.tracing import span
+from nemo_rl.tracing import record_counter, span
 from nemo_rl.types import SamplingParams
+from nemo_rl.weight_manifests import bytes_of
 from nemo_rl.weight_sync.adapters import AdapterSource, AdapterTarget
 from nemo_rl.weight_sync.shared_memory import SharedMemory
 from nemo_rl.weight_sync.transports import Transport, engine_replicas
@@ -83,6 +84,8 @@ class TransportWeightSync:
     async def _replace_weights(self, policy: Policy, generation: Generation, weight_version: int) -> None:
         with span("stage weights"):
             staged = await self._transport.stage(policy)
+        if (num_bytes := bytes_of(staged)) is not None:
+            record_counter("refit/bytes", num_bytes)
         with span("engines paused", "engines", weight_version=weight_version):
             await generation.pause(keep_cache=self._keep_cache)
             await self._transport.deliver(policy, generation, staged, weight_version)

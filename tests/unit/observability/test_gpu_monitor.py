@@ -9,6 +9,7 @@ from nemo_rl.config.shared_sections import LoggerConfig
 from nemo_rl.metric_names import find_undocumented
 from nemo_rl.observability.gpu_monitor import GpuMonitor, query_gpus, start_gpu_monitor
 from nemo_rl.observability.loggers import make_logger
+from tests.support.kept_spans import kept_spans
 
 ROWS = "0, 50, 2048, 300.5, 61\\n1, [N/A], [N/A], 90.25, 40\\n"
 QUERY = "index,utilization.gpu,memory.used,power.draw,temperature.gpu"
@@ -42,6 +43,14 @@ def wait_for_sample(monitor: GpuMonitor) -> dict[str, float]:
 def test_values_are_read_and_unknown_ones_left_out(nvidia_smi: Path) -> None:
     assert query_gpus() == EXPECTED
     assert find_undocumented(EXPECTED) == []
+
+
+def test_samples_are_counters_of_a_trace(nvidia_smi: Path) -> None:
+    with kept_spans() as kept:
+        monitor = GpuMonitor()
+        wait_for_sample(monitor)
+        monitor.close()
+    assert {counter.name: counter.value for counter in kept.counters} == EXPECTED
 
 
 def test_training_steps_have_what_was_measured_since_the_last(nvidia_smi: Path, tmp_path: Path) -> None:
