@@ -6,6 +6,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 from journey import SHORT, Journey, main
 
@@ -14,6 +15,7 @@ QUESTION = "Spell this word backward (example: sun -> nus): {}"
 ENVIRONMENT = """
 import asyncio
 import urllib.request
+from urllib.parse import quote
 
 from nemo_rl.types import EnvStep, Message
 
@@ -23,7 +25,8 @@ class Judge:
         self._address = address
 
     async def step(self, conversation, state):
-        url = f"{self._address}/{state['answer']}/{len(conversation[-1].content)}"
+        spelled = next(message.content for message in conversation if message.role == "assistant")
+        url = f"{self._address}/{state['answer']}/{quote(spelled.strip())}"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
         if "asked" not in state:
             return EnvStep(observation=(Message("user", "Sure?"),), done=False, state={**state, "asked": True})
@@ -42,16 +45,21 @@ env:
 """
 
 
+def word_of(number: int) -> str:
+    """Return a word of three letters for each number below 1,000."""
+    return "".join("abcdefghij"[int(digit)] for digit in f"{number:03d}")
+
+
 class Service(BaseHTTPRequestHandler):
     """A service that cannot score some answers."""
 
     def do_GET(self) -> None:
-        """Answer with 1 for a response of odd length and 0 for others, or with 503."""
-        number, length = map(int, self.path.strip("/").split("/"))
-        fails = number % EVERY == 3
+        """Answer with 1 for the right spelling and 0 for others, or with 503."""
+        number, _, spelled = self.path.strip("/").partition("/")
+        fails, is_right = int(number) % EVERY == 3, unquote(spelled) == word_of(int(number))[::-1]
         self.send_response(503 if fails else 200)
         self.end_headers()
-        self.wfile.write(b"" if fails else str(length % 2).encode())
+        self.wfile.write(b"" if fails else str(int(is_right)).encode())
 
     def log_message(self, *arguments: object) -> None:
         """Say nothing."""
@@ -61,14 +69,13 @@ def travel(journey: Journey) -> None:
     """Play the environment, then train on all prompts once."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    words = ("".join("abcdefghij"[int(digit)] for digit in f"{number:03d}") for number in range(NUM_PROMPTS))
-    rows = [{"input": QUESTION.format(word), "output": str(number)} for number, word in enumerate(words)]
+    rows = [{"input": QUESTION.format(word_of(n)), "output": str(n)} for n in range(NUM_PROMPTS)]
     journey.write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     journey.write("environments.py", ENVIRONMENT)
     journey.write("grpo.yaml", RECIPE.format(address=f"http://127.0.0.1:{server.server_port}"))
 
     output = journey.nemo_rl("env", "test", "judge", "--rows", "5", code=1)
-    journey.says(output, "row 0, answer 1: reward 1 (judge 1), 2 turns", "HTTPError: HTTP Error 503", "3 failed")
+    journey.says(output, "row 0, answer 1: reward 0 (judge 0), 2 turns", "HTTPError: HTTP Error 503", "3 failed")
     journey.nemo_rl("doctor", "--config", "grpo.yaml", "--json", code=0)
 
     overrides = ("grpo.num_prompts_per_step=20", "grpo.max_num_epochs=1", "logger.run_name=flaky")
