@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nemo_rl.command_line import Command, ExitCode, path_argument
@@ -17,6 +17,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.launch.model_files import find_shape
 from nemo_rl.policy.memory import UnknownShapeError
 from nemo_rl.recipes import find_recipe
+from nemo_rl.trace.bubbles import count_bubbles
 from nemo_rl.trace.plan import Planned, plan
 from nemo_rl.trace.planner_keys import MAX_VALUE, PlannerKeys, Values
 from nemo_rl.trace.stated_peaks import StatedDevices, state_workload
@@ -45,6 +46,14 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE,...",
         help="values to plan for; with several keys, each with each",
     )
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        type=path_argument,
+        metavar="RUN",
+        help="a traced run of other values of these keys: show what is planned for it beside what it took",
+    )
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help=f"planned steps; default: {DEFAULT_STEPS}")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
@@ -61,8 +70,43 @@ def _plan(parsed: argparse.Namespace) -> ExitCode:
         (values, plan(workload, keys.schedule(keys.present | values), num_steps=parsed.steps))
         for values in _combinations(sweep)
     ]
-    sys.stdout.write(_to_json(rows) if parsed.json else format_plans(rows))
+    measured = [_compare(run, keys, workload, parsed.steps) for run in parsed.against]
+    text = _to_json(rows, measured) if parsed.json else format_plans(rows) + format_comparisons(measured)
+    sys.stdout.write(text)
     return ExitCode.DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A traced run, and what is planned for its values from the trace of another."""
+
+    run: str
+    values: Values  # that differ from the planned run's
+    planned_s: float  # of a step
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return self.planned_s / self.measured_s - 1
+
+
+def _compare(run: Path, keys: PlannerKeys, workload: Workload, num_steps: int) -> Comparison:
+    """Plan the values of another run; raises ConfigError if it has no trace of a whole step."""
+    present, bubbles = keys.present, count_bubbles(Timeline.read(run))
+    if bubbles is None:
+        raise ConfigError("--against", str(run), "its trace has no whole training step")
+    own = PlannerKeys(read_run_config(run)).present
+    values = {key: value for key, value in own.items() if key in present and value != present[key]}
+    planned = plan(workload, keys.schedule(present | values), num_steps=num_steps)
+    return Comparison(run.name, values, planned.step_s, bubbles.step_s)
+
+
+def format_comparisons(comparisons: Sequence[Comparison]) -> str:
+    """Return a line for each run, below the table."""
+    return "".join(
+        f"{each.run}: planned {each.planned_s:.3g} s, took {each.measured_s:.3g} s ({each.error:+.1%})\n"
+        for each in comparisons
+    )
 
 
 def _fit(run: Path, keys: PlannerKeys) -> Workload:
@@ -151,12 +195,12 @@ def _word(value: int | bool) -> str:
     return str(value).lower()
 
 
-def _to_json(rows: Sequence[tuple[Values, Planned]]) -> str:
+def _to_json(rows: Sequence[tuple[Values, Planned]], comparisons: Sequence[Comparison]) -> str:
     found = [
         {"keys": values, **asdict(planned), "tokens_per_device_hour": planned.tokens_per_device_hour}
         for values, planned in rows
     ]
-    return json.dumps(found) + "\n"
+    return json.dumps([*found, *(asdict(each) | {"error": each.error} for each in comparisons)]) + "\n"
 
 
 PLAN = Command(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nemo_rl.trace.timeline import Timeline
-from nemo_rl.tracing import SpanRecord, Tracer, TraceRecord
+from nemo_rl.tracing import SpanRecord, Tracer, TraceRecord, TraceSink
 
 ResultT = TypeVar("ResultT")
 
@@ -37,12 +37,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.now
 
 
-def trace_in_virtual_time(work: Coroutine[Any, Any, ResultT]) -> tuple[ResultT, Timeline]:
-    """As `run_in_virtual_time`; return also the timeline of its spans."""
+def trace_in_virtual_time(
+    work: Coroutine[Any, Any, ResultT], sinks: Sequence[TraceSink] = ()
+) -> tuple[ResultT, Timeline]:
+    """As `run_in_virtual_time`; return also the timeline of its spans, which are written to `sinks` too."""
     records: list[TraceRecord] = []
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         loop = runner.get_loop()
-        with Tracer([_Kept(records)], clock_ns=lambda: round(loop.time() * 1e9)):
+        with Tracer([_Kept(records), *sinks], clock_ns=lambda: round(loop.time() * 1e9)):
             result = runner.run(work)
     return result, Timeline.of_spans(each for each in records if isinstance(each, SpanRecord))
 

@@ -152,6 +152,7 @@ LINES: dict[str, Lines] = {
     "plan": [
         *OF_A_DIRECTORY,
         ("run", "has no trace.json.gz; start it with logger.trace.enabled=true"),
+        ("run --against run", "has no trace.json.gz; start it with logger.trace.enabled=true"),
         ("quickstart", "--device = None: a recipe has no trace"),
         ("quickstart --device H1OO", "has no stated peaks; allowed: A10, A10G, A100"),
         ("quickstart --device H100 --tokens 0", "--tokens = 0: must be from 1"),

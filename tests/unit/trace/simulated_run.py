@@ -17,7 +17,7 @@ from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.trace.bubbles import Bubbles, count_bubbles
 from nemo_rl.trace.timeline import Timeline
 from nemo_rl.trace.virtual_time import trace_in_virtual_time
-from nemo_rl.tracing import span
+from nemo_rl.tracing import TraceSink, span
 from nemo_rl.types import GenerationRequest
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration, sample
@@ -49,9 +49,9 @@ class Simulated:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def simulate(run: Simulated) -> Timeline:
-    """Run all steps; return their timeline."""
-    return trace_in_virtual_time(_train(run))[1]
+def simulate(run: Simulated, sinks: Sequence[TraceSink] = ()) -> Timeline:
+    """Run all steps; return their timeline, and write their spans to `sinks`."""
+    return trace_in_virtual_time(_train(run), sinks)[1]
 
 
 def bubbles_of(run: Simulated) -> Bubbles:

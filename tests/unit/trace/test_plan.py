@@ -1,11 +1,17 @@
 """Plans against times by hand, against an event simulation of its own, and against runs that were not used to fit."""
 
 import heapq
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 
+from nemo_rl.cli import run as command_line
+from nemo_rl.command_line import ExitCode
+from nemo_rl.observability.trace_file import TRACE_FILE, TraceFile
 from nemo_rl.trace.plan import Schedule, plan
 from nemo_rl.trace.workload import (
     EngineCurve,
@@ -118,3 +124,26 @@ def test_what_queued_for_a_judge_is_not_taken_for_its_work() -> None:
     assert sum(scores) / len(scores) == pytest.approx(0.5, rel=0.05)
     two = Schedule(GROUPS, GROUP, None, 1, slow.slots, {"scorer judge": 2})
     assert plan(fitted, two).step_s == pytest.approx(bubbles_of(replace(slow, score_calls=2)).step_s, rel=0.1)
+
+
+def write_run(directory: Path, run: Simulated, age: int | None) -> Path:
+    directory.mkdir()
+    simulate(run, [TraceFile(directory / TRACE_FILE)])
+    background = {"enabled": age is not None, "max_trajectory_age_steps": age or 1}
+    grpo = {"num_prompts_per_step": GROUPS, "num_generations_per_prompt": GROUP, "async_grpo": background}
+    generation = {"vllm_cfg": {"max_num_seqs": run.slots}}
+    (directory / "config.yaml").write_text(yaml.safe_dump({"grpo": grpo, "policy": {"generation": generation}}))
+    return directory
+
+
+def test_a_plan_is_compared_with_runs_that_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fitted = write_run(tmp_path / "fitted", FITTED, None)
+    others = {age: write_run(tmp_path / f"age_{age}", replace(FITTED, age=age), age) for age in (1, 2)}
+    words = ["plan", str(fitted), "--json", *(word for run in others.values() for word in ("--against", str(run)))]
+    assert command_line(words) is ExitCode.DONE
+    _, *found = json.loads(capsys.readouterr().out)
+    assert [each["run"] for each in found] == ["age_1", "age_2"]
+    for each, age in zip(found, others, strict=True):
+        assert each["values"]["grpo.async_grpo.enabled"] is True
+        assert each["measured_s"] == pytest.approx(bubbles_of(replace(FITTED, age=age)).step_s, rel=1e-6)
+        assert abs(each["error"]) < 0.1
