@@ -525,7 +525,7 @@ def _rank_memory(key: str, model: PolicyConfig | TeacherConfig, num_ranks: int) 
         compute_bytes=_bytes_of(model.precision),
         data=data * context,
         context=context,
-        splits_residual=model.parallelism.splits_residual,
+        splits_residual=model.parallelism.splits_residual and not shape.num_experts,
         tensor=model.tensor_parallel_size,
         stages=model.pipeline_parallel_size,
         experts=experts.parallel,

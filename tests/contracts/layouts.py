@@ -58,6 +58,9 @@ CONTEXT = {
     "megatron cp 2": Mesh(1, backend="megatron", context_parallel_size=2),
     "megatron cp 2 pp 2": Mesh(1, 1, 2, backend="megatron", context_parallel_size=2),
     "megatron cp 2 tp 2": Mesh(1, 2, backend="megatron", context_parallel_size=2),
+    "megatron tp 2 sp": Mesh(1, 2, backend="megatron", sequence_parallel=True),
+    "megatron tp 2 pp 2 sp": Mesh(1, 2, 2, backend="megatron", sequence_parallel=True),
+    "megatron cp 2 tp 2 sp": Mesh(1, 2, backend="megatron", context_parallel_size=2, sequence_parallel=True),
     "megatron cp 2 ep 2": Mesh(1, backend="megatron", context_parallel_size=2, expert_parallel_size=2),
     "cp 2 dp 2 ep 4": Mesh(2, context_parallel_size=2, expert_parallel_size=4),
 }

@@ -67,6 +67,7 @@ class Mesh:
             "expert_model_parallel_size": self.expert_parallel_size,
             "expert_tensor_parallel_size": self.expert_tensor_parallel_size,
             "context_parallel_size": self.context_parallel_size,
+            "sequence_parallel": self.sequence_parallel,
         }
         return {"megatron_cfg": {"enabled": True, **sizes}}
 

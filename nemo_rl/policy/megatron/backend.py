@@ -82,6 +82,9 @@ class MegatronConfig(BackendConfig):
     # Ranks that each compute a slice of a micro-batch's tokens, and exchange them for heads around attention; the token
     # limits of micro-batches are those of all slices together.
     context_parallel_size: int = Field(default=1, gt=0)
+    # Tensor-parallel ranks each hold a part of the tokens between attention and MLPs; without effect on mixtures of
+    # experts. false: each holds all.
+    sequence_parallel: bool = False
     num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
     num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)  # None: as many as in the others
     pipeline_dtype: Literal["float32", "bfloat16"] | None = None  # dtype between stages; None: the precision
@@ -101,6 +104,10 @@ class MegatronConfig(BackendConfig):
     @property
     def num_context_parallel_ranks(self) -> int:
         return self.context_parallel_size
+
+    @property
+    def splits_residual(self) -> bool:
+        return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     @property
     def num_pipeline_stages(self) -> int:

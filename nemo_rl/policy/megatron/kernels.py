@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
+import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
 from transformers import PreTrainedConfig
 
@@ -48,8 +50,21 @@ def choose_kernels(device_type: str) -> Kernels:
     )
 
 
+class NormOfParts(torch.nn.RMSNorm):
+    """A norm of the tokens of each tensor-parallel rank, over which Megatron then sums the gradient of its weights."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = True  # type: ignore[attr-defined]  # read by Megatron
+
+
 def layer_spec(
-    model: PreTrainedConfig, kernels: Kernels, *, core_attention: type, experts: type | None = None
+    model: PreTrainedConfig,
+    kernels: Kernels,
+    *,
+    core_attention: type,
+    experts: type | None = None,
+    splits_residual: bool = False,
 ) -> ModuleSpec:
     """Return the specification of a layer around an attention: Megatron's linear layers and norms, or their wrappers
     of TransformerEngine's; with `experts` in place of the MLP if the layer has some, whose matrices are Megatron's.
@@ -60,6 +75,10 @@ def layer_spec(
     layer: Any = spec.submodules
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     attention.core_attention = core_attention
+    if splits_residual:  # which Megatron's wrapper of torch's norm refuses
+        layer.input_layernorm = layer.pre_mlp_layernorm = NormOfParts
+        if has_head_norms(model):
+            attention.q_layernorm = attention.k_layernorm = NormOfParts
     if kernels.transformer_engine:
         layer.input_layernorm = layer.pre_mlp_layernorm = transformer_engine.TENorm
         attention.linear_qkv = mlp.linear_fc1 = transformer_engine.TEColumnParallelLinear

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
     TransformerBlockSubmodules,
@@ -38,7 +39,7 @@ from nemo_rl.policy.logprobs import (
 from nemo_rl.policy.megatron import mapping, parallel
 from nemo_rl.policy.megatron.backend import MegatronConfig
 from nemo_rl.policy.megatron.experts import ExpertLayer, expert_options
-from nemo_rl.policy.megatron.kernels import Kernels, layer_spec
+from nemo_rl.policy.megatron.kernels import Kernels, NormOfParts, layer_spec
 from nemo_rl.policy.megatron.mapping import vocab_rows_per_rank
 from nemo_rl.policy.megatron.mixtures import read_mixture
 from nemo_rl.policy.megatron.routing import StageRouting
@@ -76,6 +77,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=section.tensor_model_parallel_size,
+        sequence_parallel=splits_residual(section, model),
         pipeline_model_parallel_size=section.pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=section.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=section.num_layers_in_last_pipeline_stage,
@@ -95,6 +97,11 @@ def transformer_config(
     )
 
 
+def splits_residual(section: MegatronConfig, model: PreTrainedConfig) -> bool:
+    """Return whether tensor-parallel ranks each hold a part of the tokens between the matrices of a layer."""
+    return section.splits_residual and read_mixture(model) is None
+
+
 def _sum_gradients(model: list[Any], num_tokens: Any = None, **arguments: Any) -> None:
     """Sum the gradients of all ranks without a division: the loss is already normalized."""
     finalize_model_grads(model, None, **arguments)
@@ -102,7 +109,8 @@ def _sum_gradients(model: list[Any], num_tokens: Any = None, **arguments: Any) -
 
 def _layer_specs(settings: TransformerConfig, model: PreTrainedConfig, kernels: Kernels) -> TransformerBlockSubmodules:
     """Return the specifications of this stage's layers, with experts if the model has them, and of the last norm."""
-    dense = layer_spec(model, kernels, core_attention=CausalAttention)
+    is_split = settings.sequence_parallel
+    dense = layer_spec(model, kernels, core_attention=CausalAttention, splits_residual=is_split)
     mixture, sparse = read_mixture(model), dense
     if mixture is not None:
         sparse = layer_spec(model, kernels, core_attention=CausalAttention, experts=ExpertLayer)
@@ -110,7 +118,7 @@ def _layer_specs(settings: TransformerConfig, model: PreTrainedConfig, kernels: 
     first = get_transformer_layer_offset(settings)
     own = has_experts[first : first + get_num_layers_to_build(settings)]
     specs = [sparse if layer_has_experts else dense for layer_has_experts in own]
-    norm: Any = LayerNormImpl
+    norm: Any = NormOfParts if is_split and not kernels.transformer_engine else LayerNormImpl
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
@@ -204,6 +212,8 @@ class Stage(GPTModel):
         self.config = copy(settings)  # which the schedules read; the layers keep their own
         self.config.num_moe_experts = None  # else they scale losses of the layers by the device of the scores
         self.routing: StageRouting | None = None  # for a mixture of experts that is trained
+        if settings.sequence_parallel:
+            self._split_outside_layers(settings)
         self.num_tokens = model.vocab_size
         self.temperature = temperature
         self.truncation = WHOLE  # the scored distribution's
@@ -211,6 +221,16 @@ class Stage(GPTModel):
         self.is_packed = is_packed or context is not None
         self.context = context
         self.register_buffer("inverse_frequencies", inverse_frequencies.float(), persistent=False)
+
+    def _split_outside_layers(self, settings: TransformerConfig) -> None:
+        """Let tensor-parallel ranks have parts of the tokens up to the scores, which are of whole slices."""
+        outside = copy(settings)
+        outside.sequence_parallel = False  # else both fork CUDA's random numbers, which nothing draws here
+        self.decoder.config = outside
+        if self.pre_process:
+            self.embedding.config = outside  # it was made to scatter the sums of its ranks
+        if self.post_process:
+            self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -239,6 +259,8 @@ class Stage(GPTModel):
         at = needed.flatten().nonzero().squeeze(1)  # [N], into the flattened tokens
         share = (PaddedRows(width) if pack is None else pack).share(needed)
         score_query = ScoreQuery.at(at[share.part], token_ids, wanted, candidate_ids, columns)
+        if self.config.sequence_parallel:  # each rank's gradient is already that of the whole vocabulary
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden.transpose(0, 1).flatten(0, 1).index_select(0, share.predictors)
         scores = score_in_chunks(self._score_hidden, hidden, score_query, size=self.chunk_size)
         if (ranks := self.context) is not None:

@@ -73,7 +73,7 @@ def make_stage(
         temperature=temperature,
         chunk_size=resolve_chunk_size(config.logprob_chunk_size, model.config.get_text_config().vocab_size),
         is_packed=config.sequence_packing.enabled,
-        context=context_ranks(layout),
+        context=context_ranks(layout, parts=layout.tensor_parallel_size if settings.sequence_parallel else 1),
         kernels=kernels,
     )
     for parameter in stage.parameters():  # torch's norms are made in float32

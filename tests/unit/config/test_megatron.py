@@ -96,6 +96,8 @@ def test_nemo_rls_megatron_section_is_accepted_with_its_differences_noted(
 def test_ranks_that_share_sequences_are_read_from_nemo_rls_recipes(load: Load) -> None:
     policy = load(NEMO_RL, "policy.megatron_cfg.context_parallel_size=2").policy
     assert (policy.context_parallel_size, policy.model_parallel_size) == (2, 8)
+    assert not policy.parallelism.splits_residual
+    assert load(NEMO_RL, "policy.megatron_cfg.sequence_parallel=true").policy.parallelism.splits_residual
     sizes = ("enabled=true", "context_parallel_size=2", "tensor_parallel_size=2", "sequence_parallel=true")
     policy = load(
         NEMO_RL, "policy.megatron_cfg.enabled=false", *(f"++policy.dtensor_cfg.{size}" for size in sizes)
@@ -105,11 +107,10 @@ def test_ranks_that_share_sequences_are_read_from_nemo_rls_recipes(load: Load) -
 
 
 def test_a_layout_that_does_not_change_results_is_noted(load: Load, caplog: pytest.LogCaptureFixture) -> None:
-    load(NEMO_RL, "policy.megatron_cfg.sequence_parallel=true")
-    assert caplog.messages[-1] == (
-        "switches of speed, memory or layout without effect here: policy.megatron_cfg.sequence_parallel = true "
-        "(tensor-parallel ranks hold all tokens between the layers; policy.<backend>.activation_checkpointing and "
-        "policy.<backend>.context_parallel_size lower their memory)"
+    load(NEMO_RL, "policy.megatron_cfg.fine_grained_activation_offloading=true")
+    assert caplog.messages[-1].startswith(
+        "switches of speed, memory or layout without effect here: "
+        "policy.megatron_cfg.fine_grained_activation_offloading = true ("
     )
 
 
