@@ -39,7 +39,9 @@ def install(directory: str, names: Sequence[str]) -> None:
         if name in PYPI:
             python = "3.12" if name == "openhands" else sys.executable
             commands.append(["uv", "venv", "-q", "--python", python, f"{directory}/{name}"])
-            commands.append(["uv", "pip", "install", "-q", "--python", f"{directory}/{name}/bin/python", PYPI[name]])
+            # Compiled: a container cannot write into the environment, and each run would compile all that it imports.
+            install = ["uv", "pip", "install", "-q", "--compile-bytecode"]
+            commands.append([*install, "--python", f"{directory}/{name}/bin/python", PYPI[name]])
     for command in commands:
         subprocess.run(command, check=True, timeout=INSTALL_S)
 
