@@ -81,7 +81,10 @@ def real_gym(
             error.add_note(f"NeMo Gym wrote:\n{output.read()[-4000:]}")
             raise
         finally:
-            process.communicate(timeout=END_TIMEOUT_S)
+            try:
+                process.communicate(timeout=END_TIMEOUT_S)
+            finally:
+                process.kill()
 
 
 def example_rows(environment: str, gym: GymPython | None = None) -> list[dict[str, Any]]:
