@@ -33,7 +33,7 @@ IN_GYM = Path(__file__).with_name("in_gym")  # modules for Gym's processes
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # for the supervisor to end
 RAY_IS_LATE = "The current node timed out during startup"  # Ray's error at its limits for its own start
-RAY_SHARE = 0.5  # of `start_timeout_s`, so that a Ray that is stuck is noticed in time to start another
+RAY_STARTS = 4  # a Ray whose agents need over 15 s is dead, which it notices at its limit alone: another is started
 RAY_LIMITS = ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_request_timeout_seconds")  # 30 and 60 s by default
 TAIL_BYTES = 4096
 TAIL_LINES = 25
@@ -62,16 +62,17 @@ class GymStack:
     ) -> "GymStack":
         """Start a stack and wait until all its servers respond; its files and `gym.log` are in `run_dir/nemo_gym`.
 
-        Gym's Ray has limits of its own, half of `start_timeout_s`; if it gives up, the stack is started once more.
+        Gym's Ray has limits of its own, a fourth of `start_timeout_s`; if it gives up, the stack is started again.
         Raises ConfigError for an invalid configuration, GymUnavailable with the end of the log for a stack that is not
         up within `start_timeout_s`, which does not count the creation of its environment.
         """
-        try:
-            return await cls._start_once(section, policy, run_dir, key)
-        except GymStackEnded as error:
-            if RAY_IS_LATE not in str(error):
-                raise
-            logger.warning("NeMo Gym's Ray did not start within its limits; starting the stack again")
+        for _ in range(RAY_STARTS - 1):
+            try:
+                return await cls._start_once(section, policy, run_dir, key)
+            except GymStackEnded as error:
+                if RAY_IS_LATE not in str(error):
+                    raise
+                logger.warning("NeMo Gym's Ray did not start within its limits; starting the stack again")
         return await cls._start_once(section, policy, run_dir, key)
 
     def check(self) -> None:
@@ -122,7 +123,7 @@ class GymStack:
         head = merged.head_server
         write_workspace(directory, python, OmegaConf.to_container(merged, resolve=False))  # pyright: ignore
         logger.info("starting NeMo Gym; its log is %s", log_file)
-        ray_limits = dict.fromkeys(RAY_LIMITS, str(math.ceil(RAY_SHARE * section.start_timeout_s)))
+        ray_limits = dict.fromkeys(RAY_LIMITS, str(math.ceil(section.start_timeout_s / RAY_STARTS)))
         process = _spawn(python, directory, log_file, {**ray_limits, **os.environ, STACK_ID_VARIABLE: stack_id})
         return cls(process, f"http://{head.host}:{head.port}", log_file, stack_id)
 
