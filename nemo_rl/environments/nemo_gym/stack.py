@@ -182,8 +182,9 @@ class GymStack:
 def _spawn(
     python: GymPython, directory: Path, log_file: Path, variables: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    # Excluded: modules of this Python, an environment of uv, a Ray cluster of another Python version.
-    excluded = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS")
+    # Excluded: modules of this Python, an environment of uv, a Ray cluster of another Python version. Without bytecode
+    # each of the processes would compile all that it imports, at every start.
+    excluded = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS", "PYTHONDONTWRITEBYTECODE")
     environment = {name: value for name, value in variables.items() if name not in excluded}
     environment |= {
         "PYTHONPATH": str(IN_GYM),

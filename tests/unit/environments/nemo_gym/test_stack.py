@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
 
@@ -93,6 +94,16 @@ def test_a_relative_run_directory_is_written_as_an_absolute_path(section: Any, t
         assert stack.log_file == directory / "gym.log"
 
     with_stack(section("serves"), Path("runs"), use)
+
+
+def test_a_stack_keeps_the_bytecode_of_what_it_imports(
+    section: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(stack: GymStack) -> None:
+        assert "PYTHONDONTWRITEBYTECODE" not in psutil.Process(pids(tmp_path)[0]).environ()
+
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    with_stack(section("serves"), tmp_path, use)
 
 
 def test_the_head_of_another_stack_is_not_taken_for_ours(section: Any, tmp_path: Path) -> None:
