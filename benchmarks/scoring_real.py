@@ -3,10 +3,12 @@
 uv run benchmarks/scoring_real.py
 
 Each round makes the same rollouts three times, paired: generated without scores, the scores of all of them at once, and
-both together. On two cores the two share the processors, so what overlap can gain is what either leaves idle.
+both together. First the two share all cores, so what overlap can gain is what either leaves idle; then engine and
+reward model have a core each, as a pool has devices of its own, and at best the longer of the two is left.
 """
 
 import asyncio
+import os
 import statistics
 import tempfile
 import time
@@ -14,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from paired import RECIPE
 
 from nemo_rl.config.loading import load_config
@@ -24,6 +27,8 @@ from nemo_rl.launch.training import open_run
 
 WARM_UP_ROUNDS, ROUNDS = 1, 8
 NUM_PROMPTS = 32
+ENGINE_CORE, POOL_CORE = 0, 1
+ACTOR = "ray::_ActorHost"  # the title of the reward model's process
 OVERRIDES = (
     "policy.generation.max_new_tokens=64",
     "policy.generation.ignore_eos=true",
@@ -55,37 +60,47 @@ async def main(directory: Path, model: str) -> None:
     scorer = f"{{type: reward_model, model_name: {model}, micro_batch_size: 16, max_length: 128}}"
     chat = ["++env.chat={type: reward_model, scorers: [rm]}", f"++scorers.rm={scorer}"]
     config = load_config(RECIPE, [*OVERRIDES, *chat, f"logger.log_dir={directory}"])
-    alone_s, score_s, both_s, gaps = [], [], [], []
+    print("| cores | rollouts | generate s | score s | both s | first score after s | both / sum | longer / sum |")
+    print("|---|---|---|---|---|---|---|---|")
     async with open_run(config) as run:
         await run.weight_sync.publish(run.policy, run.generation, weight_version=0)
         source: Any = run.source
-        dependencies, options = source._dependencies, source._options
-        (weighted,) = dependencies.scoring.by_task["chat"]
         jobs = make_rollout_jobs(source._loader.take(NUM_PROMPTS), config.grpo.num_generations_per_prompt)
-        for index in range(WARM_UP_ROUNDS + ROUNDS):
-            timed = Timed(weighted.scorer)
-            scoring = Scoring({"chat": (replace(weighted, scorer=timed),)})
-            started = time.perf_counter()
-            unscored = await run_rollouts(
-                jobs, replace(dependencies, scoring=Scoring()), options, run_async_multi_turn_rollout
-            )
-            generated = time.perf_counter()
-            await dependencies.scoring.score_batch(unscored, stall_timeout_s=600)
-            scored = time.perf_counter()
-            await run_rollouts(jobs, replace(dependencies, scoring=scoring), options, run_async_multi_turn_rollout)
-            ended = time.perf_counter()
-            if index >= WARM_UP_ROUNDS:
-                alone_s.append(generated - started)
-                score_s.append(scored - generated)
-                both_s.append(ended - scored)
-                gaps.append(timed.first_asked - scored)
-    ratio = statistics.median(b / (g + s) for b, g, s in zip(both_s, alone_s, score_s, strict=True))
-    medians = [statistics.median(each) for each in (alone_s, score_s, both_s, gaps)]
-    print(
-        "| rollouts | generate s | score s | both s | first score requested after s | both / (generate + score) [< 1] |"
-    )
-    print("|---|---|---|---|---|---|")
-    print(f"| {len(jobs)} | " + " | ".join(f"{each:.3f}" for each in medians) + f" | {ratio:.3f} |")
+        for resources in ("shared", "own"):
+            if resources == "own":
+                separate_cores()
+            rounds = [await measure(source, jobs) for _ in range(WARM_UP_ROUNDS + ROUNDS)][WARM_UP_ROUNDS:]
+            medians = " | ".join(f"{statistics.median(each):.3f}" for each in zip(*rounds, strict=True))
+            print(f"| {resources} | {len(jobs)} | {medians} |", flush=True)
+
+
+async def measure(source: Any, jobs: Any) -> tuple[float, ...]:
+    """Return seconds to generate, to score, of both at once, until the first score was requested, and two ratios."""
+    dependencies, options = source._dependencies, source._options
+    (weighted,) = dependencies.scoring.by_task["chat"]
+    timed = Timed(weighted.scorer)
+    scoring = Scoring({"chat": (replace(weighted, scorer=timed),)})
+    started = time.perf_counter()
+    unscored = await run_rollouts(jobs, replace(dependencies, scoring=Scoring()), options, run_async_multi_turn_rollout)
+    generated = time.perf_counter()
+    await dependencies.scoring.score_batch(unscored, stall_timeout_s=600)
+    scored = time.perf_counter()
+    await run_rollouts(jobs, replace(dependencies, scoring=scoring), options, run_async_multi_turn_rollout)
+    both_s = time.perf_counter() - scored
+    alone_s, score_s = generated - started, scored - generated
+    sum_s = alone_s + score_s
+    return alone_s, score_s, both_s, timed.first_asked - scored, both_s / sum_s, max(alone_s, score_s) / sum_s
+
+
+def separate_cores() -> None:
+    """Give the reward model's process a core, and this process, with its engine, another."""
+    own = psutil.Process()
+    actors = {child.pid for child in own.children(recursive=True) if ACTOR in " ".join(child.cmdline())}
+    assert len(actors) == 1, actors
+    for process in (own, *own.children(recursive=True)):
+        core = POOL_CORE if process.pid in actors else ENGINE_CORE
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {core})
 
 
 def save_reward_model(directory: Path) -> str:
