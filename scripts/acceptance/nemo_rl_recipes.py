@@ -3,7 +3,8 @@
 CHECKOUT is a working tree of NeMo-RL. Counted are the recipes of GRPO, distillation, SFT, DPO, reward models and
 evaluation in examples/, each alone, without and with --allow-unsupported; a missing data file is no obstacle, and
 environment variables that a recipe reads are set to a directory. A dry run also makes the layout on the recipe's GPUs,
-the optimizer and the memory plan, as --dry-run does. A traceback is an error of ours.
+the optimizer and the memory plan, as --dry-run does. "Experts" are recipes of models whose names or layouts say so.
+A traceback is an error of ours.
 """
 
 import argparse
@@ -38,6 +39,12 @@ JOBS = {
     "rm": commands.REWARD_MODEL_JOB,
     "eval": commands.EVAL_JOB,
 }
+MODES = ("plain", "--allow-unsupported")
+EXPERT_SIZES = ("expert_model_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
+EXPERTS = re.compile(
+    r"moe|\d+b-?a\d+b|30ba3|dsv3|dsv4|deepseek-v[34]|moonlight|mixtral|glm-?4\.5|gpt-?oss|nano-?v3|nano3|super-?v3|nemotron-3",
+    re.IGNORECASE,
+)
 OUT_OF_SCOPE = re.compile(  # experts, images and sound, FP8 and quantisation, other engines
     r"fp8|mxfp8|nvfp4|modelopt|quant|sglang|trtllm|dynamo|megatron_generation|mcore_generation|vlm|avlm|omni|audio|"
     r"clevr|geo3k|mmpr|mmau|refcoco|vision|moe|30ba3b|30b3ab|30ba3|a3b|26ba4b|235b|dsv3|dsv4|deepseek-v3|gptoss|"
@@ -51,32 +58,31 @@ def measure(root: Path, *, verbose: bool) -> int:  # a table of counts, filled i
     os.chdir(root)
     logging.disable(logging.WARNING)
     loaded, crashes = Counter[tuple[str, str]](), 0
-    obstacles: Counter[str] = Counter()
+    obstacles = {mode: Counter[str]() for mode in MODES}
     paths = sorted(path for path in (root / "examples").rglob("*.yaml") if path.is_file())
     for path in paths:
         family = _find_family(path)
         if family is None:
             continue
-        for mode in ("plain", "--allow-unsupported"):
+        for mode in MODES:
             try:
                 found, planned = _problems(path, family, allow_unsupported=mode != "plain")
             except Exception as error:  # what a user would see as a traceback
                 crashes += 1
                 print(f"CRASH {path}: {type(error).__name__}: {error}")
                 continue
-            scopes = ("all",) if _is_out_of_scope(path, family) else ("all", "dense text")
+            scopes = _find_scopes(path)
             for scope in scopes:
                 loaded[mode, f"{scope}: recipes"] += 1
                 loaded[mode, f"{scope}: loaded"] += not found
                 loaded[mode, f"{scope}: planned"] += not found and not planned
-            if verbose and planned:
-                print(f"{path.relative_to(root)} ({mode}): dry run: {planned[0]}"[:220])
-            if mode == "plain":
-                obstacles.update({f"{error.key}: {error.problem}"[:150] for error in found if len(scopes) == 2})
-                if verbose and found:
-                    print(f"{path.relative_to(root)}: " + " | ".join(str(error)[:160] for error in found))
-    for mode in ("plain", "--allow-unsupported"):
-        for scope in ("all", "dense text"):
+            obstacles[mode].update({f"{error.key}: {error.problem}"[:150] for error in (*found, *planned)})
+            if verbose and (found or planned):
+                what = "loading" if found else "dry run"
+                texts = " | ".join(str(error)[:160] for error in (*found, *planned))
+                print(f"{path.relative_to(root)} ({mode}, {what}): {texts}")
+    for mode in MODES:
+        for scope in ("all", "dense text", "experts"):
             total = loaded[mode, f"{scope}: recipes"]
             for count, verb in (
                 (loaded[mode, f"{scope}: loaded"], "load"),
@@ -84,8 +90,10 @@ def measure(root: Path, *, verbose: bool) -> int:  # a table of counts, filled i
             ):
                 print(f"{mode:20} {scope:11} {count:4} of {total:4} {verb} ({count / max(total, 1):.1%})")
     print(f"crashes: {crashes}")
-    for text, count in obstacles.most_common(40 if verbose else 8):
-        print(f"  {count:4} {text}")
+    for mode in MODES:
+        print(f"obstacles, {mode}:")
+        for text, count in obstacles[mode].most_common(40 if verbose else 8):
+            print(f"  {count:4} {text}")
     return crashes
 
 
@@ -110,8 +118,23 @@ def _find_family(path: Path) -> str | None:
     return next((name for name in LOADERS if name in raw), None)
 
 
+def _find_scopes(path: Path) -> list[str]:
+    scopes = {"all": True, "dense text": not _is_out_of_scope(path), "experts": _has_experts(path)}
+    return [scope for scope, holds in scopes.items() if holds]
+
+
 @functools.cache
-def _is_out_of_scope(path: Path, family: str) -> bool:
+def _has_experts(path: Path) -> bool:
+    policy = loading.read_raw(CollectRunConfig, path, ()).get("policy") or {}
+    sections = [policy.get(name) or {} for name in ("megatron_cfg", "dtensor_cfg")]
+    return bool(
+        EXPERTS.search(f"{path.name} {policy.get('model_name')}")
+        or any(section.get(key) not in (None, 1) for section in sections for key in EXPERT_SIZES)
+    )
+
+
+@functools.cache
+def _is_out_of_scope(path: Path) -> bool:
     raw = loading.read_raw(CollectRunConfig, path, ())
     policy = raw.get("policy") or {}
     generation = policy.get("generation") or {}

@@ -7,7 +7,7 @@ compared with the derivative of an objective that is written for the whole distr
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,12 +18,14 @@ from nemo_rl import batch as keys
 from nemo_rl.algorithms.estimators import make_advantage_estimator
 from nemo_rl.config.loss import CrossTokenizerConfig
 from nemo_rl.config.registries import ADVANTAGE_ESTIMATORS, LOSSES
+from nemo_rl.config.supervised_runs import DPOConfig
 from nemo_rl.interfaces import LossFn
 from nemo_rl.loss_types import Normalizer, TokenScores, TopK
 from nemo_rl.losses.distillation_section import DistillationLossConfig
 from nemo_rl.losses.divergences import CrossTokenizerLoss, TopKDivergence
 from nemo_rl.losses.likelihood import NegativeLogLikelihood
 from nemo_rl.losses.make import make_loss
+from nemo_rl.losses.preference import PreferenceLoss
 from tests.unit.algorithms.batches import make_batch
 
 RESPONSES = list(itertools.product((0, 1), repeat=3))
@@ -551,12 +553,77 @@ def test_supervised_training_descends_the_cross_entropy_of_its_data() -> None:
     assert_minimizes(gradient, lambda z: -(probabilities(ENGINE) * logprobs_of(z).sum(-1)).sum())
 
 
+# ---- preferences: all pairs of two of the eight, each order as often as it is preferred ----
+
+BETA = 0.5
+GAINS = torch.tensor([0.15, -0.2, 0.0, 0.22, -0.05, 0.1, -0.15, 0.05], dtype=torch.float64)  # of each response
+LEADS = GAINS[:, None] - GAINS  # [8, 8]
+PREFERENCES: dict[str, tuple[dict[str, Any], Tensor]] = {  # and how often the first of two is preferred, for margins
+    "sigmoid": ({}, LEADS.sigmoid()),  # of LEADS / BETA: Bradley and Terry's model (arXiv 2305.18290, equation 4)
+    "smoothed": ({"label_smoothing": 0.1}, (LEADS.sigmoid() - 0.1) / 0.8),  # a tenth of the labels turned around
+    "ipo": ({"loss_type": "ipo"}, 0.5 + LEADS),  # regularized by BETA, as in arXiv 2310.12036, equation 17
+}
+
+
+def preference_gradient(section: dict[str, Any], preferred: Tensor, logits: Tensor) -> Tensor:
+    """Return the expected gradient if response a is preferred to b as often as `preferred` [8, 8] says: [7, 2]."""
+    pairs = torch.tensor(list(itertools.permutations(range(8), 2)))  # [56, 2]
+    flat = pairs.flatten()
+    batch = make_batch(
+        [[0, 1, 1, 1]] * len(flat),
+        rewards=[0.0] * len(flat),
+        group_id=[index for index in range(len(pairs)) for _ in range(2)],
+        reference_logprobs=row(logprobs_of(REFERENCE)[flat]),
+    )
+    batch[keys.PREFERENCE] = torch.tensor([1.0, -1.0]).repeat(len(pairs))
+    weights = probabilities(ENGINE)[pairs].prod(-1) * preferred[pairs[:, 0], pairs[:, 1]]  # [56]
+    logits = logits.clone().requires_grad_()
+    current = row(logprobs_of(logits)[flat]).float()
+    loss = PreferenceLoss(DPOConfig.model_validate({"reference_policy_kl_penalty": BETA, **section}))
+    rows = (slice(2 * pair, 2 * pair + 2) for pair in range(len(pairs)))
+    values = [loss(TokenScores(current[pair]), batch[pair], Normalizer(6.0, 2.0))[0] for pair in rows]
+    return torch.autograd.grad((weights * torch.stack(values)).sum(), logits)[0]
+
+
+def policy_of(distribution: Tensor) -> Tensor:
+    """Return the logits of a policy with these probabilities of the eight responses: [7, 2] of [8]."""
+    reached = torch.zeros(7, 2, dtype=torch.float64)
+    for response, probability in enumerate(distribution / distribution.sum()):
+        reached[NODES[response], TOKENS[response]] += probability
+    return reached.log()
+
+
+@pytest.mark.parametrize(("section", "preferred"), PREFERENCES.values(), ids=PREFERENCES)
+def test_a_preference_loss_ends_at_the_reference_tilted_by_what_is_preferred(
+    section: dict[str, Any], preferred: Tensor
+) -> None:
+    optimum = policy_of(probabilities(REFERENCE) * (GAINS / BETA).exp())
+    torch.testing.assert_close(
+        preference_gradient(section, preferred, optimum).abs().max().item(), 0.0, atol=1e-7, rtol=0
+    )
+    assert preference_gradient(section, preferred, POLICY).abs().max() > 1e-3
+    assert preference_gradient(section, preferred.T, optimum).abs().max() > 1e-3
+
+
+def test_hinged_preferences_push_margins_below_the_inverse_of_beta_by_how_often_one_is_preferred() -> None:
+    def objective(z: Tensor) -> Tensor:
+        rewards = (logprobs_of(z) - logprobs_of(REFERENCE)).sum(-1)
+        margins = rewards[:, None] - rewards
+        assert 0 < (BETA * margins > 1).sum() < 28
+        frequency = probabilities(ENGINE)[:, None] * probabilities(ENGINE) * LEADS.sigmoid()
+        return -BETA * (frequency * margins)[BETA * margins < 1].sum()
+
+    assert_minimizes(preference_gradient({"loss_type": "hinge"}, LEADS.sigmoid(), POLICY), objective)
+
+
 def test_every_loss_and_every_estimator_is_enumerated() -> None:
     policy_gradient = {options.get("type", "ppo") for options, _ in OFF_POLICY.values()}
     assert policy_gradient == {options.get("type", "ppo") for options in ON_POLICY.values()}
     assert policy_gradient | {"distillation"} == set(LOSSES.names)
     estimators = {"grpo", "grpo_passk", "opo", "remax", "gdpo", "reinforce_plus_plus", "opd"}
     assert set(ADVANTAGE_ESTIMATORS.names) == estimators
+    preference = {section.get("loss_type", "sigmoid") for section, _ in PREFERENCES.values()}
+    assert preference | {"hinge"} == set(get_args(DPOConfig.model_fields["loss_type"].annotation))
 
 
 # ---- positive examples ----
