@@ -7,8 +7,8 @@ needed. Ids, agents and environments of all prompts are known without reading ro
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, overload
 
@@ -30,17 +30,18 @@ class Blend(Sequence[Prompt]):
     """
 
     parts: tuple["LazyPrompts | InMemoryPrompts", ...]
-    positions: "array[int]"  # indices of its prompts in the concatenated parts
-    repeats: "array[int]"  # for each prompt: how many earlier ones have the same digest
+    positions: Sequence[int] = field(repr=False)  # indices of its prompts in the concatenated parts
+    repeats: "array[int]" = field(repr=False)  # for each prompt: how many earlier ones have the same digest
 
     @classmethod
-    def of(cls, parts: "Sequence[LazyPrompts | InMemoryPrompts]", *, without: Container[int] = ()) -> "Blend":
+    def of(cls, parts: "Sequence[LazyPrompts | InMemoryPrompts]", *, without: Collection[int] = ()) -> "Blend":
         """Return the blend of all prompts of the parts except those at the positions `without`."""
-        positions = array(
-            "I", (position for position in range(sum(len(part) for part in parts)) if position not in without)
-        )
-        digests = np.concatenate([np.asarray(part.digests, dtype=np.uint64) for part in parts])
-        return cls(tuple(parts), positions, _count_earlier_duplicates(digests[np.asarray(positions)]))
+        every = range(sum(len(part) for part in parts))
+        positions = array("I", (position for position in every if position not in without)) if without else every
+        digests = [np.asarray(part.digests, dtype=np.uint64) for part in parts]
+        whole = digests[0] if len(parts) == 1 else np.concatenate(digests)
+        kept = whole[np.asarray(positions)] if without else whole
+        return cls(tuple(parts), positions, _count_earlier_duplicates(kept))
 
     @property
     def task_names(self) -> frozenset[str]:
@@ -202,11 +203,13 @@ def _prompt_id(digest: int, repeat: int) -> str:
 
 def _count_earlier_duplicates(digests: np.ndarray) -> "array[int]":
     """Return the number of equal digests before each: [7, 5, 7, 7] gives [0, 0, 1, 2]."""
-    order = np.argsort(digests, kind="stable")
-    ordered = digests[order]
-    is_first = np.ones(len(ordered), dtype=bool)
-    is_first[1:] = ordered[1:] != ordered[:-1]
-    ranks = np.arange(len(ordered), dtype=np.uint32)
-    repeats = np.empty(len(ordered), dtype=np.uint32)
-    repeats[order] = ranks - np.maximum.accumulate(np.where(is_first, ranks, 0))
-    return array("I", repeats.tobytes())
+    repeats, first_bytes = np.zeros(len(digests), dtype=np.uint32), digests.view(np.uint8)[::8]
+    for byte in range(256):  # a part at a time, so that sorting takes little memory
+        indices = np.flatnonzero(first_bytes == byte)
+        order = indices[np.argsort(digests[indices], kind="stable")]
+        is_first = np.ones(len(order), dtype=bool)
+        is_first[1:] = digests[order[1:]] != digests[order[:-1]]
+        ranks = np.arange(len(order), dtype=np.uint32)
+        repeats[order] = ranks - np.maximum.accumulate(np.where(is_first, ranks, 0))
+    is_small = repeats.max(initial=0) < 256
+    return array("B" if is_small else "I", repeats.astype(np.uint8 if is_small else np.uint32).tobytes())

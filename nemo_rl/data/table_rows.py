@@ -51,18 +51,20 @@ class Table:
 
 
 class TableRows:
-    """Rows of a table by index, with the interface of those of a file; 12 bytes of memory per row."""
+    """Rows of a table by index, with the interface of those of a file; 8 to 12 bytes of memory per row."""
 
     def __init__(self, table: Table, *, limit: int | None = None, fields: Sequence[str] = ()) -> None:
         """Index the rows, at most the first `limit`; their digests are those of `fields`, or of whole rows."""
         self.digests = array("Q")
         self._table = table
-        self._numbers = array("I")  # among the stored rows
+        numbers = array("I")  # among the stored rows
         for number, row in table.numbered_rows(fields):
-            if len(self._numbers) == limit:
+            if len(self.digests) == limit:
                 break
-            self._numbers.append(number)
+            if table.convert is not None:  # others skip no row
+                numbers.append(number)
             self.digests.append(digest_text(repr(tuple(row.values())).encode(errors="surrogatepass")))
+        self._numbers: Sequence[int] = numbers if table.convert is not None else range(len(self.digests))
 
     def __len__(self) -> int:
         return len(self._numbers)

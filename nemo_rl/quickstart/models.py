@@ -8,17 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+import transformers  # whose models are imported when they are named: most runs name none of these
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_rl.data.conversations import Conversation
 from nemo_rl.quickstart.words import QUICKSTART_TRAIN, QUICKSTART_VALIDATION, extract_words
@@ -174,19 +166,19 @@ def make_model(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> PreTrained
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         if recipe.num_experts == 0:
-            return LlamaForCausalLM(LlamaConfig(**_sizes(tokenizer, recipe))).float()
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_sizes(tokenizer, recipe))).float()
         own: dict[str, Any] = {"intermediate_size": recipe.hidden_size, "head_dim": HEAD_SIZE}
         own["num_local_experts"] = recipe.num_experts
-        return MixtralForCausalLM(MixtralConfig(**(_sizes(tokenizer, recipe) | own))).float()
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**(_sizes(tokenizer, recipe) | own))).float()
 
 
-def make_classifier(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> LlamaForSequenceClassification:
+def make_classifier(tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
     """Return the student's body with a head of one label, for a reward model; a function of the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         sizes: dict[str, Any] = {**_sizes(tokenizer, student(seed)), "num_labels": 1}
-        config = LlamaConfig(**sizes)
-        return LlamaForSequenceClassification(config).float()
+        config = transformers.LlamaConfig(**sizes)
+        return transformers.LlamaForSequenceClassification(config).float()
 
 
 def _sizes(tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> dict[str, Any]:

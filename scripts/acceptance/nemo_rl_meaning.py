@@ -2,10 +2,10 @@
 
 CHECKOUT is a working tree of NeMo-RL, or any directory with its recipes. Of the recipes drawn by the seed (all with
 --count 0), each is read twice: by OmegaConf, as NeMo-RL reads it, and by this project's loader, without
---allow-unsupported if that suffices; a missing data file is no obstacle. Every value of the first reading must be in the
-second, at the same key or as RENAMED and SPECIAL say, unless a note names its key, or it is INERT: it cannot change what
-is learnt. What NeMo-RL assumes where a recipe is silent is in ASSUMED. What remains is a silent difference; the exit
-code is 1 if there is one.
+--allow-unsupported if that suffices; a missing data file is no obstacle. Every value of the first reading must be in
+the second, at the same key or as RENAMED and SPECIAL say, unless a note names its key, or it is INERT: it cannot change
+what is learnt. What NeMo-RL assumes where a recipe is silent is in ASSUMED. What remains is a silent difference; the
+exit code is 1 if there is one.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,18 @@ def test_parts_follow_each_other_and_repeated_ids_are_numbered() -> None:
     a, b, c = (f"{ord(content):016x}" for content in "abc")
     assert list(blend.prompt_ids()) == [a, b, f"{b}-1", c, f"{b}-2"] == [prompt.prompt_id for prompt in blend]
     assert blend[-1] == blend[4] == list(blend)[4]
+
+
+def test_repeats_are_counted_whatever_the_first_bytes_of_digests() -> None:
+    digests = [random.Random(seed % 40).getrandbits(64) >> (seed % 3 * 8) for seed in range(300)]
+    blend = Blend.of([InMemoryPrompts([Prompt("", "math", ()) for _ in digests], digests)])
+    assert list(blend.repeats) == [digests[:index].count(digest) for index, digest in enumerate(digests)]
+    assert max(blend.repeats) > 1
+
+
+def test_the_text_of_a_blend_does_not_list_its_prompts() -> None:
+    """Python writes the result of asyncio.run into a text at its end, which took 20 MB for a million prompts."""
+    assert len(repr(Blend.of([held(*"ab" * 5_000)]))) < 1_000
 
 
 def test_a_slice_is_a_blend_of_the_same_prompts() -> None:

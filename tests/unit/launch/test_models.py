@@ -6,7 +6,8 @@ import pytest
 from nemo_rl.distributed.machine import cache_directory
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch import models
-from nemo_rl.launch.models import _StepProgress, resolve_model
+from nemo_rl.launch.models import resolve_model
+from nemo_rl.launch.quickstart_training import _StepProgress
 from nemo_rl.observability import heartbeat
 from nemo_rl.quickstart.models import Recipe, student, teacher
 

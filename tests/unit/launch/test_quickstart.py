@@ -15,6 +15,7 @@ from nemo_rl.algorithms.interrupt import Interrupt, cancel_on_termination
 from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.launch import models as quickstart
+from nemo_rl.launch import quickstart_training
 from nemo_rl.launch.models import OnStep, prepare_model
 from nemo_rl.quickstart.models import Recipe, sample_spelling
 from nemo_rl.quickstart.words import load_quickstart_prompts
@@ -120,8 +121,8 @@ def test_a_stop_is_obeyed_before_the_first_step_too(tmp_path, monkeypatch):
         asked.wait()
         return load_quickstart_prompts()
 
-    monkeypatch.setattr(quickstart, "Interrupt", Told)
-    monkeypatch.setattr(quickstart, "load_quickstart_prompts", words)
+    monkeypatch.setattr(quickstart_training, "Interrupt", Told)
+    monkeypatch.setattr(quickstart_training, "load_quickstart_prompts", words)
     steps: list[int] = []
 
     async def make() -> None:
