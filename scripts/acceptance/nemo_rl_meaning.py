@@ -24,6 +24,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_rl.compat.tables import load_table
 from nemo_rl.config import data, loading
 from nemo_rl.config.data import DatasetConfig, resolve_dataset
 from nemo_rl.data import row_sources
@@ -41,6 +42,8 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b, "max": max,
 }  # fmt: skip
 ABSENT = object()
+GYM = "env.nemo_gym."
+SERVED_CHAT = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 
 
 @dataclass(slots=True)
@@ -172,6 +175,7 @@ INERT = (
     "*.async_engine", "*.quantization_ignored_layer_kws", "*.lora_cfg.use_triton", "generation.val_*",
     "teacher.megatron_cfg.distributed_data_parallel_config.*", "data.processor", "data.file_format",
     "grpo.skip_reference_policy_logprobs_calculation", "env.math_multi_reward.*",
+    f"{SERVED_CHAT}.enable_auto_tools",
     "policy.generation.vllm_cfg.tool_parser_plugin", "policy.generation.vllm_cfg.reasoning_parser_plugin",
 )  # fmt: skip
 # Values that ask for nothing, of keys that this project does not have.
@@ -183,7 +187,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "*.weight_decay_incr_style": ("constant",), "dpo.preference_loss": ("dpo",), "grpo.algorithm": ("grpo",),
     "*.checkpointing.model_save_format": ("safetensors",), "*.lora_cfg.dropout": (0, 0.0), "*.min_p": (0,),
     "grpo.dynamic_sampling_oversample_ratio": (1.0,), "*.distributed_executor_backend": ("ray", "mp"),
-    "env.should_mask_flagged_samples": (True,), "*.dtensor_cfg.enabled": (True,),
+    "env.should_mask_flagged_samples": (True,), f"{GYM}num_gpu_nodes": (0,),
+    "grpo.val_batch_size": (None,), "*.dtensor_cfg.enabled": (True,),
 }  # fmt: skip
 # Of a model that FSDP2 trains here in place of Megatron: its optimizer, at our key; its layout is told in one note.
 SWITCHED_OPTIMIZER = {
@@ -264,10 +269,12 @@ class Meaning:
         if special is not None:
             return special(self, value)
         if any(fnmatchcase(key, pattern) and value in values for pattern, values in NEUTRAL.items()):
-            return at(self.ours, key) in (ABSENT, value)
+            return at(self.ours, key) in (ABSENT, value) or value is None
         if self.is_switched and key.startswith("policy.megatron_cfg."):
             return self._is_equal_after_switch(key.removeprefix("policy.megatron_cfg."), value)
         ours = at(self.ours, RENAMED.get(key, key))
+        if ours is ABSENT and key.startswith(GYM):  # a key of Gym's own configuration
+            ours = at(self.ours, f"{GYM}overrides.{key.removeprefix(GYM)}")
         return is_same(value, ours)
 
     def _is_equal_after_switch(self, name: str, value: Any) -> bool:
@@ -347,6 +354,11 @@ def _verifier(meaning: Meaning, value: Any) -> bool:
     return any(
         getattr(section, "verifier", "math_verify") == names.get(value) for section in meaning.config.env.values()
     ) or any(getattr(section, "type", None) not in (None, "math") for section in meaning.config.env.values())
+
+
+def _parser(name: str) -> Callable[[Meaning, Any], bool]:
+    names = load_table("releases")[f"{name}s"]
+    return lambda meaning, value: at(meaning.ours, f"gateway.{name}") == names.get(value, value)
 
 
 def _period(key: str) -> Callable[[Meaning, Any], bool]:
@@ -493,6 +505,7 @@ SPECIAL: dict[str, Callable[[Meaning, Any], bool]] = {
     "eval.save_path": lambda meaning, value: value in (None, at(meaning.ours, "eval.output_dir")),
     "generation.backend": lambda meaning, value: value == at(meaning.ours, "server.backend"),
     "async_rl.sampler": _sampler,
+    **{f"{SERVED_CHAT}.{name}": _parser(name) for name in ("tool_parser", "reasoning_parser")},
     "loss_fn.truncated_importance_sampling_type": _truncation,
     **{f"{section}.env_vars": _env_vars for section in ENV_VARS},
     **{f"data.{name}": _flat(name) for name in FLAT},
