@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 COMPLETE_MARKER = "complete"  # file that marks a complete directory; holds the recipe of its weights
 VISION_MODEL_VERSION = "1"  # changes with the weights that a seed gives
 
-OnStep = Callable[[int, int, float], None]  # (steps done, steps in all, loss)
 RECIPES = {
     "quickstart": quickstart.student,
     "quickstart-moe": quickstart.experts,
@@ -30,7 +29,9 @@ RECIPES = {
 }
 
 
-async def prepare_model(directory: Path, recipe: quickstart.Recipe, *, on_step: OnStep | None = None) -> Path:
+async def prepare_model(
+    directory: Path, recipe: quickstart.Recipe, *, on_step: quickstart.OnStep | None = None
+) -> Path:
     """Make `directory` a Hugging Face model with tokenizer and chat template; a complete one is kept.
 
     Takes half a minute on two CPU cores. The directory appears atomically, also when several processes make it. When

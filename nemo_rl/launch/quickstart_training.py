@@ -16,7 +16,6 @@ from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.conversations import encode_conversations
 from nemo_rl.data.example_sets import ExampleSet
 from nemo_rl.data.supervised_samples import SampleLoader
-from nemo_rl.launch.models import OnStep
 from nemo_rl.observability import heartbeat
 from nemo_rl.observability.console import Progress
 from nemo_rl.observability.loggers import CompositeLogger
@@ -27,7 +26,7 @@ from nemo_rl.quickstart.words import load_quickstart_prompts
 MAX_TOKENS = 64  # in a question with its spelling
 
 
-async def train_in_thread(recipe: quickstart.Recipe, scratch: Path, *, on_step: OnStep | None) -> Path:
+async def train_in_thread(recipe: quickstart.Recipe, scratch: Path, *, on_step: quickstart.OnStep | None) -> Path:
     """Train fresh weights and return their directory below `scratch`; when cancelled, stop after the current step."""
     thread, interrupt = PolicyThread("quickstart"), Interrupt()
     try:
@@ -126,7 +125,7 @@ class _StepProgress(Progress):
     They are no steps of the run that waits for the model, and the heartbeat does not name them.
     """
 
-    def __init__(self, on_step: OnStep | None) -> None:
+    def __init__(self, on_step: quickstart.OnStep | None) -> None:
         super().__init__()
         self._on_step = on_step
 

@@ -3,7 +3,7 @@ from fresh weights."""
 
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from nemo_rl.data.conversations import Conversation
 from nemo_rl.quickstart.words import QUICKSTART_TRAIN, QUICKSTART_VALIDATION, extract_words
 from nemo_rl.types import Message, Prompt
+
+OnStep = Callable[[int, int, float], None]  # (steps done, steps in all, loss)
 
 HEAD_SIZE = 32  # the smallest that vLLM's attention takes on a CPU
 UNNAMED = (("tokenizer", "characters"), ("num_experts", 0))  # values that a recipe's text does not state

@@ -16,8 +16,8 @@ from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.data.tokenizer import load_tokenizer
 from nemo_rl.launch import models as quickstart
 from nemo_rl.launch import quickstart_training
-from nemo_rl.launch.models import OnStep, prepare_model
-from nemo_rl.quickstart.models import Recipe, sample_spelling
+from nemo_rl.launch.models import prepare_model
+from nemo_rl.quickstart.models import OnStep, Recipe, sample_spelling
 from nemo_rl.quickstart.words import load_quickstart_prompts
 
 
