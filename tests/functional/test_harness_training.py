@@ -15,6 +15,7 @@ from nemo_rl.environments.ecosystem.relayed_port import interpreter_directories
 from tests.contracts.test_harbor import has_containers
 from tests.functional import cli
 from tests.functional.cli import run_command_line
+from tests.functional.recorded_tokens import sampled_calls, trained_calls
 from tests.support.harness_sessions import DIRECTORY, INSTALLED, find_harness, load_entry
 from tests.support.patch_policy import BUGS, demonstrate, teach, write_tasks
 
@@ -64,20 +65,6 @@ def recipe(directory: Path, name: str, entry: dict[str, Any], facts: dict[str, A
     return path
 
 
-def generated(rows: list[dict[str, Any]]) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Count (tokens before it, its tokens) of each message that is trained on."""
-    found: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
-    for row in rows:
-        for log in (row["messages"], *row.get("other_chains", ())):
-            before: tuple[int, ...] = ()
-            for message in log:
-                tokens = tuple(message["token_ids"])
-                if "generation_logprobs" in message:
-                    found[before, tokens] += 1
-                before += tokens
-    return found
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_harness_trains_a_policy_to_choose_the_right_patch(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
@@ -97,8 +84,7 @@ def test_a_harness_trains_a_policy_to_choose_the_right_patch(
     rows = [json.loads(line) for line in (run.directory / "rollouts" / "train.jsonl").read_text().splitlines()]
     assert len(rows) == STEPS * len(BUGS) * SETTINGS[name][0]
     assert [row["failure"] for row in rows if row["failure"]] == []
-    sampled = Counter((tuple(prompt), tuple(tokens)) for prompt, tokens in map(json.loads, record.open()))
-    trained = generated(rows)
+    sampled, trained = sampled_calls(record), trained_calls(rows)
     side_calls = sampled - trained
     assert trained - sampled == Counter()
     rewards = [run.metrics()[step]["train/reward"] for step in range(1, STEPS + 1)]
