@@ -7,9 +7,11 @@ import pytest
 
 from nemo_rl.cli import run as run_command
 from nemo_rl.metric_names import find_undocumented, ranking_metrics
+from nemo_rl.observability.trace_file import TRACE_FILE
 from nemo_rl.trace.bubbles import count_bubbles
 from nemo_rl.trace.timeline import Timeline
 from tests.functional.cli import Run, run_grpo
+from tests.support.trace_sql import ask, open_trace
 
 pytestmark = pytest.mark.timeout(600)  # the first one also makes the quickstart's model
 
@@ -31,6 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "logger.wandb_enabled=true",
         "logger.tensorboard_enabled=true",
         "logger.trace.enabled=true",
+        "logger.profile.steps=[2]",
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run
@@ -61,6 +64,68 @@ def test_metrics_have_the_names_of_the_field(run: Run) -> None:
         "timing/validation/total_validation_time",
     }  # fmt: skip
     assert expected <= names
+
+
+OWN = "category = ''"  # slices that come from no profile
+WITHIN = """from slice child join args a on a.slice_id = child.rowid join args b on b.span_id = a.parent_id
+            join slice parent on parent.rowid = b.slice_id"""
+
+
+def test_ten_questions_to_the_trace(run: Run) -> None:
+    """In SQL, over the tables that Perfetto makes of such a file."""
+    assert run.directory is not None
+    trace, timed = open_trace(run.directory / TRACE_FILE), run.metrics()[3]
+    rows = [json.loads(line) for line in (run.directory / "rollouts/train.jsonl").read_text().splitlines()]
+    phase = "select sum(dur) from slice join args on slice_id = slice.rowid where name = '{}' and step = 3"
+    # 1 to 3: how many steps are there, and how long did the third sample and train?
+    assert ask(trace, "select count(*) from slice where name = 'total_step_time'") == 3
+    for name in ("generation", "policy_training"):
+        assert ask(trace, phase.format(name)) == pytest.approx(timed[f"timing/train/{name}"], abs=0.05)
+    # 4, 5: how many tokens were sampled, by how many rollouts at least (validation has some, too)?
+    window = """ts >= (select min(ts) from slice where name = 'generation' and args like '%"step": 3%') and ts + dur <=
+      (select max(ts + dur) + 0.01 from slice where name = 'generation' and args like '%"step": 3%')"""
+    sampled = f"select {{}} from slice where name = 'rollout' and {window}"
+    third = [row for row in rows if row["step"] == 3]
+    assert ask(trace, sampled.format("count(*)")) == len(third) == timed["train/num_rollouts"]
+    tokens = sum(row["num_generated_tokens"] for row in third)
+    assert ask(trace, sampled.format("sum(json_extract(args, '$.num_sampled_tokens'))")) == tokens
+    # 6: does each request of a rollout lie within it?
+    assert ask(trace, f"select count(*) {WITHIN} where parent.name = 'rollout' and child.name = 'generation'") > 0
+    outside = "(child.ts < parent.ts - 1e-6 or child.ts + child.dur > parent.ts + parent.dur + 1e-6)"
+    assert ask(trace, f"select count(*) {WITHIN} where {outside}") == 0
+    # 7: how is a request divided?
+    counts = [
+        ask(trace, f"select count(*) from slice where name = '{name}'") for name in ("queue", "prefill", "decode")
+    ]
+    assert len(set(counts)) == 1
+    assert counts[0] >= len(rows)
+    # 8: how many requests ran at once?
+    assert 1 < ask(trace, "select max(value) from counter where name = 'engine/running_requests'") <= 64
+    # 9: on how many samples was the policy trained in the third step?
+    trained = f"""with own as materialized (select *, ts + dur as till from slice where {OWN})
+      select sum(json_extract(part.args, '$.num_samples')) from own part join own phase
+      on part.ts >= phase.ts and part.till <= phase.till + 1e-6
+      where part.name = 'micro_batch' and phase.name = 'policy_training' and phase.args like '%"step": 3%'"""
+    assert ask(trace, trained) == len(third)
+    # 10: do slices of a lane nest?
+    crossing = f"""with own as materialized (select upid, tid, ts, ts + dur as till from slice where {OWN})
+      select count(*) from own a join own b on a.upid = b.upid and a.tid = b.tid
+      where a.ts < b.ts and b.ts < a.till - 1e-6 and b.till > a.till + 1e-6"""
+    assert ask(trace, crossing) == 0
+
+
+def test_the_profile_of_a_step_stands_in_the_trace(run: Run) -> None:
+    assert run.directory is not None
+    trace = open_trace(run.directory / TRACE_FILE)
+    names = trace.execute("select distinct name from process").fetchall()
+    assert any("step_2_policy_rank0" in name for (name,) in names)
+    (start, end) = trace.execute(
+        "select ts, ts + dur from slice join args on slice_id = slice.rowid where name = 'total_step_time' and step = 2"
+    ).fetchone()
+    operators = trace.execute("select min(ts), max(ts + dur), count(*) from slice where category = 'profile,cpu_op'")
+    first, last, count = operators.fetchone()
+    assert count > 100
+    assert start - 0.2 <= first <= last <= end + 0.2
 
 
 def test_the_trace_accounts_for_the_time_of_each_step_and_agrees_with_the_timers(run: Run) -> None:
