@@ -16,7 +16,7 @@ NEVER_RANKING = frozenset({"reward_without_failed", "accuracy_without_failed", "
 POLICY_PHASES = ("policy_and_reference_logprobs", "policy_training")  # in timing/train; the policy computes
 COLLECTION_PHASES = ("generation", "exposed_generation")  # in timing/train; the trainer waits for rollouts
 # counts of one step; logged as rates, performance/train_flops and others
-CHECKPOINT_ONLY_METRICS = frozenset({"train_flops", "train_peak_flops", "num_train_devices"})
+CHECKPOINT_ONLY_METRICS = frozenset({"train_flops", "train_peak_flops"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ class SupervisedRun:
     progress: Progress
     interrupt: Interrupt
     num_devices: int = 1  # that train
+    num_train_devices: int = 1
     profiler: StepProfiler = NO_PROFILES
     lost_records: LostRecords = field(default_factory=LostRecords)
 

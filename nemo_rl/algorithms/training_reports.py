@@ -33,6 +33,9 @@ class ReportTarget(Protocol):
     @property
     def num_devices(self) -> int: ...
 
+    @property
+    def num_train_devices(self) -> int: ...
+
 
 def report_step(
     run: ReportTarget, step: int, metrics: dict[str, float], timer: StepTimer, *, move_s: Mapping[str, float]
@@ -40,7 +43,8 @@ def report_step(
     """Log the metrics of one training step under their prefixes, and show them; `move_s`: seconds by kind of move."""
     seconds = timer.seconds()
     validation_s = seconds.pop("total_validation_time", 0.0)
-    performance = throughput(metrics, seconds, validation_s, num_devices=run.num_devices)
+    devices = {"num_devices": run.num_devices, "num_train_devices": run.num_train_devices}
+    performance = throughput(metrics, seconds, validation_s, **devices)
     run.logger.log_metrics(
         {_add_train_prefix(name): value for name, value in metrics.items() if name not in CHECKPOINT_ONLY_METRICS}
         | {f"efficiency/{name}": value for name, value in efficiency(seconds, validation_s).items()}
@@ -67,25 +71,29 @@ def efficiency(seconds: dict[str, float], validation_s: float) -> dict[str, floa
 
 
 def throughput(
-    metrics: dict[str, float], seconds: dict[str, float], validation_s: float, *, num_devices: int = 1
+    metrics: dict[str, float],
+    seconds: dict[str, float],
+    validation_s: float,
+    *,
+    num_devices: int = 1,
+    num_train_devices: int = 1,
 ) -> dict[str, float]:
-    """Return the rates of one step, without the time of its validation; `num_devices` train and sample."""
+    """Return the rates of one step, without the time of its validation; `num_devices` train, sample or score."""
     total = max(seconds["total_step_time"] - validation_s, 1e-9)
     num_tokens = metrics["total_num_tokens"]
+    trained = num_tokens / max(seconds["policy_training"], 1e-9)
     rates = {
         "samples_per_sec": metrics["global_valid_seqs"] / total,
         "tokens_per_sec": num_tokens / total,
         "tokens_per_sec_per_device": num_tokens / total / num_devices,
-        "policy_training_tokens_per_sec": num_tokens / max(seconds["policy_training"], 1e-9),
+        "policy_training_tokens_per_sec": trained,
+        "policy_training_tokens_per_sec_per_device": trained / num_train_devices,
     }
     if "num_rollouts" in metrics:
         generation_s = seconds.get("generation", total)  # background generation takes the whole step
         rates["generation_tokens_per_sec"] = _num_sampled_tokens(metrics) / max(generation_s, 1e-9)
     if "train_flops" in metrics:  # the policy's count for the whole step
         rates["train_flops"] = metrics["train_flops"] / max(seconds["policy_training"], 1e-9)
-    if "num_train_devices" in metrics:
-        trained = rates["policy_training_tokens_per_sec"] / metrics["num_train_devices"]
-        rates["policy_training_tokens_per_sec_per_device"] = trained
     if "train_peak_flops" in metrics:
         rates["mfu"] = rates["train_flops"] / metrics["train_peak_flops"]
     return rates

@@ -37,6 +37,7 @@ class TrainingRun:
     validation_rollouts: RolloutWriter | None
     interrupt: Interrupt
     num_devices: int = 1  # that train or sample
+    num_train_devices: int = 1
     profiler: StepProfiler = NO_PROFILES
     details: RolloutDetails | None = None
     lost_records: LostRecords = field(default_factory=LostRecords)

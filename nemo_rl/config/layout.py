@@ -4,7 +4,7 @@ config/layout_planner.py makes it from a configuration. A layout counts nodes an
 maps them to real ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -66,8 +66,13 @@ class Layout:
     @property
     def num_devices(self) -> int:
         """Return the GPUs that train, sample or score; on a CPU the nodes."""
-        slots = [*self.ranks, *self.engines, *(slot for ranks in self.teachers.values() for slot in ranks)]
-        return len({(slot.node, gpu) for slot in slots for gpu in slot.gpus}) or self.num_nodes
+        teachers = (slot for ranks in self.teachers.values() for slot in ranks)
+        return _count_gpus([*self.ranks, *self.engines, *teachers]) or self.num_nodes
+
+    @property
+    def num_train_devices(self) -> int:
+        """Return the GPUs that train; on a CPU the nodes."""
+        return _count_gpus(self.ranks) or len(self.policy_nodes)
 
     @property
     def policy_nodes(self) -> tuple[int, ...]:
@@ -76,3 +81,7 @@ class Layout:
     @property
     def engine_nodes(self) -> tuple[int, ...]:
         return tuple(sorted({slot.node for slot in self.engines}))
+
+
+def _count_gpus(slots: Iterable[DeviceSlot]) -> int:
+    return len({(slot.node, gpu) for slot in slots for gpu in slot.gpus})

@@ -75,6 +75,7 @@ async def open_supervised(config: SupervisedRunConfig) -> AsyncIterator[Supervis
             progress=progress,
             interrupt=interrupt,
             num_devices=layout.num_devices,
+            num_train_devices=layout.num_train_devices,
             profiler=make_profiler(config.logger.profile, run_dir, policy),
             lost_records=lost,
         )

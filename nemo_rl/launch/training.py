@@ -284,6 +284,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
             validation_rollouts=_rollout_writer(config, run_dir / "rollouts/validation.jsonl", stack, lost),
             interrupt=interrupt,
             num_devices=run.layout.num_devices,
+            num_train_devices=run.layout.num_train_devices,
             profiler=make_profiler(config.logger.profile, run_dir, workers.policy, workers.generation),
             details=_rollout_details(config, run.policy.encoder, run_dir, stack, lost),
             lost_records=lost,

@@ -268,9 +268,9 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
 
         Returns, the same on every rank, the loss function's metrics and `loss`, `grad_norm`, `lr` (that was used),
         `global_valid_seqs`, `global_valid_toks`, `num_optimizer_steps`, `num_skipped_steps` and those by cause,
-        `train_flops` (of all ranks together), `num_train_devices`, `train_peak_flops` of these devices per second in
-        bfloat16 if it is known, and `moe/...` of a mixture of experts. A step whose loss or gradient is
-        not finite is skipped with a warning.
+        `train_flops` (of all ranks together), `train_peak_flops` of their devices per second in bfloat16 if it is
+        known, and `moe/...` of a mixture of experts. A step whose loss or gradient is not finite is skipped with a
+        warning.
 
         Raises:
             PolicyError: the batch lacks a key that the loss reads.
@@ -286,14 +286,13 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         steps = [self._trainer.optimizer_step(batch, rows, loss_fn) for rows in parts]
         if self._scheduler is not None and not all(step.is_skipped for step in steps):
             self._scheduler.step()
-        own = {"lr": lr, "train_flops": self.train_flops(batch), **self._devices(), **self._routing_metrics()}
+        own = {"lr": lr, "train_flops": self.train_flops(batch), **self._peak_flops(), **self._routing_metrics()}
         return {**reduce_over_optimizer_steps(steps), **own}
 
-    def _devices(self) -> dict[str, float]:
-        """Return the number of the ranks' devices, and what they could compute in a second."""
+    def _peak_flops(self) -> dict[str, float]:
+        """Return what the ranks' devices could compute in a second; {} for devices that are not known."""
         peaks = peaks_of(name_of_device(self.device))
-        count = float(self.layout.world_size)
-        return {"num_train_devices": count} | ({"train_peak_flops": count * peaks.flops} if peaks else {})
+        return {} if peaks is None else {"train_peak_flops": self.layout.world_size * peaks.flops}
 
     def _routing_metrics(self) -> dict[str, float]:
         """Return the metrics `moe/...` of the step, the same on every rank; none for a model without experts."""

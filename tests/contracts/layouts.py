@@ -13,7 +13,7 @@ from tests.contracts.rank_pool import Mesh, RankPool
 from tests.unit.policy.tiny import WeightedNLL, make_batch
 
 LENGTHS = [9, 5, 12, 3, 7, 12, 2, 6]
-OF_A_LAYOUT = frozenset({"num_micro_batches", "num_train_devices"})  # metrics that differ between layouts
+OF_A_LAYOUT = frozenset({"num_micro_batches"})  # metrics that differ between layouts
 UNEVEN = [9, 5, 12, 3, 7, 12, 2]
 FSDP2_ALONE = RankLayout(init_method="file:///nowhere")  # a group of one has nobody to find
 

@@ -55,6 +55,11 @@ def test_on_a_cpu_there_are_as_many_as_were_asked_for() -> None:
     assert asked.needs_cluster
 
 
+def test_devices_that_train_are_counted_once() -> None:
+    assert layout("cuda", {"cluster.gpus_per_node": 8}).num_train_devices == 8
+    assert layout("cpu", {f"{POLICY}.data_parallel_size": 4, "cluster.num_nodes": 2}).num_train_devices == 2
+
+
 def test_ranks_that_share_micro_batches_do_not_share_samples() -> None:
     asked = layout("cuda", {f"{POLICY}.context_parallel_size": 2, f"{POLICY}.tensor_parallel_size": 2,
                             f"{POLICY}.expert_parallel_size": 4, "cluster.gpus_per_node": 8})  # fmt: skip
