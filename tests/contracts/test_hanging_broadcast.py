@@ -24,6 +24,8 @@ LIMIT_S = 5.0
 class Receiver:
     """The part of an engine that receives weights, on a thread of this process in place of one of its own."""
 
+    is_async = True
+
     def __init__(self) -> None:
         self.hangs = False
         self.may_end = threading.Event()
