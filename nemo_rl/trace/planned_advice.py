@@ -28,7 +28,7 @@ def plan_gains(advice: Sequence[Advice], timeline: Timeline, config: Config) -> 
     found = []
     for place, each in enumerate(advice):
         if place < MAX_PLANNED and each.values and each.values.keys() <= keys.present.keys():
-            schedule = keys.schedule(keys.present | each.values)
+            schedule = keys.schedule({**keys.present, **each.values})
             larger = schedule.num_prompts / keys.schedule(keys.present).num_prompts
             after_s = plan(workload, schedule, num_steps=NUM_STEPS).step_s / larger
             found.append(replace(each, gain_s=max(before_s - after_s, 0.0), is_planned=True))

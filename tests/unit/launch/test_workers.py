@@ -235,7 +235,7 @@ def test_vllm_has_its_own_process_where_validation_runs_beside_training(
     monkeypatch.setattr(workers, "make_generation", return_section)
     config = recipe(VLLM, "++grpo.val_overlap=true")
     policy: Any = SimpleNamespace(path="model", config=LlamaConfig())
-    section: Any = asyncio.run(_open_generation(config, policy, make_layout(config, "cpu"), ()))
+    section: Any = asyncio.run(_open_generation(config, policy, make_layout(config, "cpu"), (), None))
     assert section.vllm_cfg.in_process is False
 
 
