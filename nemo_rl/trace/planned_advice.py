@@ -5,8 +5,6 @@ from dataclasses import replace
 
 from nemo_rl.errors import ConfigError
 from nemo_rl.trace.advice import Advice, Config
-from nemo_rl.trace.plan import plan
-from nemo_rl.trace.planner_keys import PlannerKeys
 from nemo_rl.trace.timeline import Timeline
 from nemo_rl.trace.workload import fit_workload
 
@@ -19,6 +17,9 @@ def plan_gains(advice: Sequence[Advice], timeline: Timeline, config: Config) -> 
 
     A gain is per rollout: of a step that becomes larger it is the part that a step of the present size saves.
     """
+    from nemo_rl.trace.plan import plan  # training's schedulers, which load torch
+    from nemo_rl.trace.planner_keys import PlannerKeys
+
     keys = PlannerKeys(config)
     try:
         workload = fit_workload(timeline, keys.limits)
