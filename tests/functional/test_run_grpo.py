@@ -33,7 +33,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "logger.wandb_enabled=true",
         "logger.tensorboard_enabled=true",
         "logger.trace.enabled=true",
-        "logger.profile.steps=[2]",
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run
@@ -114,8 +113,10 @@ def test_ten_questions_to_the_trace(run: Run) -> None:
     assert ask(trace, crossing) == 0
 
 
-def test_the_profile_of_a_step_stands_in_the_trace(run: Run) -> None:
-    assert run.directory is not None
+def test_the_profile_of_a_step_stands_in_the_trace(tmp_path: Path) -> None:
+    profiled = "grpo.max_num_steps=2", "logger.trace.enabled=true", "logger.profile.steps=[2]"
+    run = run_grpo(tmp_path, *SMALL, *profiled)
+    assert run.directory is not None, run.stdout + run.stderr
     trace = open_trace(run.directory / TRACE_FILE)
     names = trace.execute("select distinct name from process").fetchall()
     assert any("step_2_policy_rank0" in name for (name,) in names)
