@@ -164,8 +164,8 @@ def record_span(name: str, start_ns: int, end_ns: int, **attributes: AttributeVa
     if _tracer is None or not isinstance(parent, Span):
         return
     start_ns = max(start_ns, parent.start_ns)
-    identity = parent.trace_id, getrandbits(64), parent.span_id
     end_ns = max(start_ns, end_ns)
+    identity = parent.trace_id, getrandbits(64), parent.span_id
     _tracer.add(SpanRecord(name, parent.track, parent.lane, start_ns, end_ns, *identity, attributes))
 
 

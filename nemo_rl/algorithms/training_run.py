@@ -36,7 +36,7 @@ class TrainingRun:
     progress: Progress
     validation_rollouts: RolloutWriter | None
     interrupt: Interrupt
-    num_devices: int = 1  # that train or sample
+    num_devices: int = 1  # that train, sample or score
     num_train_devices: int = 1
     profiler: StepProfiler = NO_PROFILES
     details: RolloutDetails | None = None

@@ -534,9 +534,9 @@ def _check_pair_packing(config: DPORunConfig) -> None:
         if name == DYNAMIC:  # each answer is padded
             multiple = policy.dynamic_batching.sequence_length_round
             pair = 2 * multiple * math.ceil(config.max_tokens / multiple)
-        ranks = policy.context_parallel_size if policy.parallelism.divides_only_long else 1
-        if tokens * ranks < pair:
-            problem = f"the two answers of a pair are trained together: at least {-(-pair // ranks)} tokens"
+        if tokens * policy.ranks_per_limit < pair:
+            least = math.ceil(pair / policy.ranks_per_limit)
+            problem = f"the two answers of a pair are trained together: at least {least} tokens"
             raise ConfigError(f"policy.{name}.train_mb_tokens", section.train_mb_tokens, problem)
 
 

@@ -218,6 +218,11 @@ class ParallelModelConfig(Section):
         return self.parallelism.num_context_parallel_ranks
 
     @property
+    def ranks_per_limit(self) -> int:
+        """Return the number of ranks that share a row for each of which the limits of micro-batches count tokens."""
+        return self.context_parallel_size if self.parallelism.divides_only_long else 1
+
+    @property
     def pipeline_parallel_size(self) -> int:
         """Return the number of stages, each with some of the layers."""
         return self.parallelism.num_pipeline_stages

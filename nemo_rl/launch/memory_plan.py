@@ -458,15 +458,10 @@ def _micro_batch_keys(config: AnyTrainingConfig) -> dict[str, Any]:
     for name in ("sequence_packing", "dynamic_batching"):
         if getattr(policy, name).enabled:
             keys = (f"policy.{name}.train_mb_tokens", f"policy.{name}.logprob_mb_tokens")
-            return {"micro_batch_keys": keys, "tokens_per_unit": _ranks_of_row(policy)}
+            return {"micro_batch_keys": keys, "tokens_per_unit": policy.ranks_per_limit}
     rows = config.rows_per_sample if isinstance(config, SupervisedRunConfig) else 1
     tokens_per_unit = rows * policy.max_total_sequence_length
     return {"micro_batch_keys": ("policy.train_micro_batch_size",), "tokens_per_unit": tokens_per_unit}
-
-
-def _ranks_of_row(policy: PolicyConfig) -> int:
-    """Return the ranks that share a row whose tokens the limits of micro-batches count for each of them."""
-    return policy.context_parallel_size if policy.parallelism.divides_only_long else 1
 
 
 def _saves_whole_model(section: Section) -> bool:
@@ -480,7 +475,7 @@ def _policy_memory(config: AnyTrainingConfig, layout: Layout, capacity: int) -> 
         rows, score_rows = config.rows_per_sample, config.val_micro_batch_size
     else:
         rows, score_rows = 1, policy.logprob_batch_size or policy.train_micro_batch_size
-    model, ranks = _rank_memory("policy", policy, len(layout.ranks)), _ranks_of_row(policy)
+    model, ranks = _rank_memory("policy", policy, len(layout.ranks)), policy.ranks_per_limit
     reduction_on = getattr(section, "reduction_on", None)  # Megatron's
     model = replace(
         model,

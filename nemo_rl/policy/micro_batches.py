@@ -179,6 +179,15 @@ def divide_rows(
     return [part for part in found if len(part[0]) > 0]
 
 
+def divided_micro_batches(
+    batch: TrainingBatch, rows: torch.Tensor, batching: MicroBatching, layout: RankLayout
+) -> Iterator[tuple[RankLayout, torch.Tensor, TrainingBatch]]:
+    """Yield (layout, rows, part): the parts of `micro_batches` with the layout of the ranks that compute each."""
+    for chosen, own_batching, ranks in divide_rows(batch, rows, batching, layout):
+        for own_rows, part in micro_batches(batch, chosen, own_batching, ranks):
+            yield ranks, own_rows, part
+
+
 def micro_batches(
     batch: TrainingBatch, rows: torch.Tensor, batching: MicroBatching | int, layout: RankLayout = SINGLE_RANK
 ) -> Iterator[tuple[torch.Tensor, TrainingBatch]]:

@@ -69,16 +69,14 @@ class _Wait:
 
 
 def _tail(wait: _Wait) -> Advice:
-    background = lookup(wait.config, f"{wait.algorithm}.async_grpo.enabled")
-    if background:
-        age = lookup(wait.config, f"{wait.algorithm}.async_grpo.max_trajectory_age_steps") or 0
-        key = f"{wait.algorithm}.async_grpo.max_trajectory_age_steps"
+    enabled, key = f"{wait.algorithm}.async_grpo.enabled", f"{wait.algorithm}.async_grpo.max_trajectory_age_steps"
+    if lookup(wait.config, enabled):
+        age = lookup(wait.config, key) or 0
         reason = "the step waits for its last rollouts while the engine has nothing else to do"
         return wait.change(key, age, age + 1, 0.8, reason)
-    change = f"{wait.algorithm}.async_grpo.enabled: true, with max_trajectory_age_steps: 1"
+    change = f"{enabled}: true, with max_trajectory_age_steps: 1"
     reason = "the last rollouts of a step keep the trainer waiting, and the engine nearly empty"
-    section = f"{wait.algorithm}.async_grpo"
-    return wait.advice(change, 0.8, reason, {f"{section}.enabled": True, f"{section}.max_trajectory_age_steps": 1})
+    return wait.advice(change, 0.8, reason, {enabled: True, key: 1})
 
 
 def _generation(wait: _Wait) -> Advice:

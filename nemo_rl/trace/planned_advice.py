@@ -21,16 +21,17 @@ def plan_gains(advice: Sequence[Advice], timeline: Timeline, config: Config) -> 
     from nemo_rl.trace.planner_keys import PlannerKeys
 
     keys = PlannerKeys(config)
+    present = keys.present
     try:
-        workload = fit_workload(timeline, keys.limits)
-        before_s = plan(workload, keys.schedule(keys.present), num_steps=NUM_STEPS).step_s
+        workload, before = fit_workload(timeline, keys.limits), keys.schedule(present)
+        before_s = plan(workload, before, num_steps=NUM_STEPS).step_s
     except (ValueError, ConfigError):  # no rollouts, or a configuration that is not the run's
         return list(advice)
     found = []
     for place, each in enumerate(advice):
-        if place < MAX_PLANNED and each.values and each.values.keys() <= keys.present.keys():
-            schedule = keys.schedule({**keys.present, **each.values})
-            larger = schedule.num_prompts / keys.schedule(keys.present).num_prompts
+        if place < MAX_PLANNED and each.values and each.values.keys() <= present.keys():
+            schedule = keys.schedule({**present, **each.values})
+            larger = schedule.num_prompts / before.num_prompts
             after_s = plan(workload, schedule, num_steps=NUM_STEPS).step_s / larger
             found.append(replace(each, gain_s=max(before_s - after_s, 0.0), is_planned=True))
         else:

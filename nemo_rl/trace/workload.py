@@ -276,7 +276,8 @@ def _non_negative_least_squares(rows: Sequence[Sequence[float]], values: Sequenc
     """
     matrix, target = np.array(rows, dtype=np.float64), np.array(values, dtype=np.float64)
     lengths = np.linalg.norm(matrix, axis=0)
-    matrix = matrix / np.where(lengths > 0, lengths, 1.0)
+    lengths[lengths == 0] = 1.0
+    matrix /= lengths
     kept = [column for column in range(matrix.shape[1]) if matrix[:, column].any()]
     found = np.zeros(matrix.shape[1])
     while kept:
@@ -285,4 +286,4 @@ def _non_negative_least_squares(rows: Sequence[Sequence[float]], values: Sequenc
             found[kept] = solution
             break
         kept.pop(int(solution.argmin()))
-    return (found / np.where(lengths > 0, lengths, 1.0)).tolist()
+    return (found / lengths).tolist()

@@ -51,10 +51,9 @@ from nemo_rl.policy.micro_batches import (
     MicroBatching,
     columns_of,
     count_valid,
-    divide_rows,
+    divided_micro_batches,
     images_of,
     in_spans,
-    micro_batches,
     training_micro_batching,
 )
 from nemo_rl.policy.offload import optimizer_tensors
@@ -371,15 +370,14 @@ def score_micro_batches(
     known = (keys.TOKEN_IDS, keys.TOKEN_MASK, keys.LENGTHS, keys.GROUP_ID, keys.COLUMNS, keys.IMAGE_ROWS, keys.IMAGES)
     inputs = batch.select(*known, strict=False)
     with sharding.kept_unsharded(module, is_enabled=keeps_unsharded):
-        for chosen, batching, ranks in divide_rows(inputs, torch.arange(len(batch)), size, layout):
-            for rows, part in micro_batches(inputs, chosen, batching, ranks):
-                lengths = part[keys.LENGTHS].tolist()
-                part = part.to(device)
-                tokens = part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0
-                options = {"lengths": lengths, "columns": columns_of(part), "images": images_of(part)}
-                scores = module(*tokens, wanted, **options, is_shared=ranks is layout)
-                if len(rows) > 0 and ranks.is_dp_leader:
-                    yield rows, scores
+        for ranks, rows, part in divided_micro_batches(inputs, torch.arange(len(batch)), size, layout):
+            lengths = part[keys.LENGTHS].tolist()
+            part = part.to(device)
+            tokens = part[keys.TOKEN_IDS], part[keys.TOKEN_MASK] > 0
+            options = {"lengths": lengths, "columns": columns_of(part), "images": images_of(part)}
+            scores = module(*tokens, wanted, **options, is_shared=ranks is layout)
+            if len(rows) > 0 and ranks.is_dp_leader:
+                yield rows, scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,20 +422,18 @@ class FSDP2Trainer:
     ) -> tuple[dict[str, torch.Tensor], dict[str, step_report.Reduction]]:
         metrics: dict[str, torch.Tensor] = {}
         reductions: dict[str, step_report.Reduction] = {}
-        parts: list[tuple[torch.Tensor, TrainingBatch]] = []
-        layouts: list[RankLayout] = []  # of the ranks that compute each part
-        for chosen, batching, ranks in divide_rows(batch, rows, self.batching, self.layout):
-            parts += micro_batches(batch, chosen, batching, ranks)
-            layouts += [ranks] * (len(parts) - len(layouts))
+        divided = list(divided_micro_batches(batch, rows, self.batching, self.layout))
+        parts = [(own_rows, part) for _, own_rows, part in divided]
         weights = self._balance_weights(parts)
         with sharding.kept_unsharded(self.module, is_enabled=self.keeps_unsharded):
             for index, (own_rows, part) in enumerate(in_spans(parts)):
                 if index == len(parts) - 1:
                     sharding.reduce_next_gradients(self.module)
-                is_shared = layouts[index] is self.layout
+                ranks = divided[index][0]
+                is_shared = ranks is self.layout
                 with self._balanced(part, is_empty=len(own_rows) == 0, weight=weights[index]):
                     found = self._micro_batch(own_rows, part.to(self.device), normalizer, loss_fn, is_shared=is_shared)
-                if not layouts[index].is_dp_leader:
+                if not ranks.is_dp_leader:
                     continue
                 for name, metric in found.items():
                     metrics[name] = step_report.accumulate_metric(metric, metrics.get(name))
