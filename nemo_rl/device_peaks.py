@@ -15,8 +15,8 @@ class DevicePeaks:
 PEAKS: tuple[tuple[str, DevicePeaks], ...] = (  # the first pattern that a device's name has
     (r"GB200|GB300", DevicePeaks(2.5e15, 8.0e12)),
     (r"B200|B300", DevicePeaks(2.25e15, 8.0e12)),
-    (r"H200", DevicePeaks(989.4e12, 4.8e12)),
     (r"GH200", DevicePeaks(989.4e12, 4.0e12)),
+    (r"H200", DevicePeaks(989.4e12, 4.8e12)),
     (r"H100.*PCIe", DevicePeaks(756e12, 2.0e12)),
     (r"H100|H800", DevicePeaks(989.4e12, 3.35e12)),
     (r"H20\b", DevicePeaks(148e12, 4.0e12)),

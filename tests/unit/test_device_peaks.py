@@ -29,3 +29,8 @@ def test_peak_of_a_device(name: str, flops: float) -> None:
 @pytest.mark.parametrize("name", ["cpu", "", "NVIDIA GeForce GT 710", "Tesla V100-SXM2-32GB"])
 def test_a_device_that_is_not_listed_has_none(name: str) -> None:
     assert peaks_of(name) is None
+
+
+def test_a_gh200_is_no_h200() -> None:
+    found = peaks_of("NVIDIA GH200 480GB"), peaks_of("NVIDIA H200")
+    assert [peaks and peaks.memory_bytes for peaks in found] == [4.0e12, 4.8e12]
