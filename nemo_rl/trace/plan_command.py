@@ -118,11 +118,12 @@ def _fit(run: Path, keys: PlannerKeys) -> Workload:
 
 
 def _read_recipe(parsed: argparse.Namespace) -> TrainingRunConfig:
+    recipe = load_config(find_recipe(parsed.run))
     if parsed.device is None:
         raise ConfigError("--device", None, "a recipe has no trace; name the device to plan for, such as H100")
     if not 1 <= parsed.tokens <= MAX_VALUE:
         raise ConfigError("--tokens", parsed.tokens, f"must be from 1 to {MAX_VALUE}")
-    return load_config(find_recipe(parsed.run))
+    return recipe
 
 
 def _state(recipe: TrainingRunConfig, keys: PlannerKeys, parsed: argparse.Namespace) -> Workload:

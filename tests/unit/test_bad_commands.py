@@ -150,7 +150,7 @@ LINES: dict[str, Lines] = {
         ("run --jsom", "--jsom"),
     ],
     "plan": [
-        *OF_A_DIRECTORY,
+        *((words, "required, but not set" if words == "file" else said) for words, said in OF_A_DIRECTORY),
         ("run", "has no trace.json.gz; start it with logger.trace.enabled=true"),
         ("run --against run", "has no trace.json.gz; start it with logger.trace.enabled=true"),
         ("quickstart", "--device = None: a recipe has no trace"),
