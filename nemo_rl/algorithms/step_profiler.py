@@ -68,7 +68,7 @@ async def _reported(call: Awaitable[None], what: str) -> bool:
     """Await the call; return whether it succeeded."""
     try:
         await call
-    except (NemoRLError, RuntimeError, OSError) as error:  # of the profilers; a dead worker fails the step itself
+    except (NemoRLError, RuntimeError, OSError) as error:  # a profiler failed; a dead worker fails the step itself
         logger.warning("cannot %s a profile: %r", what, error)
         return False
     return True

@@ -32,7 +32,7 @@ from nemo_rl.policy.megatron.mapping import VocabularyRows, Weight, iter_model_w
 from nemo_rl.policy.saving import save_weights
 
 RECIPE_FILE = "config.yaml"
-WRAPPER = "model."  # of DTensor's state dict before 0.6
+WRAPPER = "model."  # DTensor's state dict has it before 0.6
 # Megatron's norms under the names of TransformerEngine's fused layers, which its checkpoints use in any case.
 FUSED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",

@@ -101,7 +101,7 @@ def open_environments(recipe: dict[str, Any], tasks: Iterable[str], *by_task: Ma
 def _find(task: str, by_task: Iterable[Mapping[str, Any]]) -> Any:
     for environments in by_task:
         try:
-            return environments[task]  # of a defaultdict, too
+            return environments[task]  # a defaultdict may make it
         except KeyError:
             continue
     known = {name for environments in by_task for name in environments}

@@ -126,7 +126,9 @@ class PromptLoader:
         block, offset = divmod(prompt_index, sum(self._mix))
         ends = list(accumulate(self._mix))
         dataset = next(index for index, end in enumerate(ends) if offset < end)
-        drawn = block * self._mix[dataset] + offset - (ends[dataset] - self._mix[dataset])  # of the dataset, before it
+        drawn = (
+            block * self._mix[dataset] + offset - (ends[dataset] - self._mix[dataset])
+        )  # prompts of the dataset before this one
         epoch, place = divmod(drawn, self._sizes[dataset])
         index = sum(self._sizes[:dataset]) + self._order(dataset, epoch)[place]
         return LoadedPrompt(self._prompts[index], epoch, prompt_index)

@@ -36,7 +36,7 @@ class RemoteSpans:
 
     result: Any
     records: list[TraceRecord]
-    boot_id: str  # of the machine: processes of one share the clock
+    boot_id: str  # the machine's: its processes share a clock
     epoch_ns: int  # when that clock was 0
 
     @classmethod

@@ -18,12 +18,12 @@ from nemo_rl.errors import ConfigError, escape
 from nemo_rl.recipes import find_recipe
 
 TESTED = "tested"  # the entry of `env` that a dotted path becomes
-LOCAL_RECIPE = "grpo.yaml"  # of a project that `nemo-rl init` wrote
+LOCAL_RECIPE = "grpo.yaml"  # what `nemo-rl init` writes
 MAX_CHARACTERS = 400  # shown of a message
-TURNS = 8  # of an environment given by its path
+TURNS = 8  # for an environment given by its path
 TINY = "tiny"
-TINY_TOKENS = 512  # of a rollout of the quickstart's model
-MAX_TOKENS = 4096  # of a rollout with a model that is not a recipe's
+TINY_TOKENS = 512  # per rollout of the quickstart's model
+MAX_TOKENS = 4096  # per rollout of a model that is not a recipe's
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

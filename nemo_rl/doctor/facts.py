@@ -228,7 +228,7 @@ class Facts:
     has_megatron: bool = field(default_factory=partial(_is_installed, "megatron-core"))
     torch_cuda: str | None = field(default_factory=_torch_cuda)
     torch_architectures: tuple[str, ...] = field(default_factory=_torch_architectures)
-    compiler_problem: str | None = field(default_factory=compiler_problem)  # of GPU kernels
+    compiler_problem: str | None = field(default_factory=compiler_problem)  # for GPU kernels
     driver: str | None = field(default_factory=driver_version)
     gpus: tuple[Gpu, ...] = field(default_factory=_probe_gpus)
     without_peer_access: tuple[str, ...] = field(default_factory=_probe_peer_access)  # "0-1"

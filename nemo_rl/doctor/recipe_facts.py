@@ -39,7 +39,7 @@ class ModelFacts:
 
     name: str
     missing_files: tuple[str, ...] = ()
-    damaged_files: tuple[str, ...] = ()  # of weights that are shorter or longer than their header says
+    damaged_files: tuple[str, ...] = ()  # weights shorter or longer than their header says
     needs_download: bool = False
     lacks_template: bool = False
 

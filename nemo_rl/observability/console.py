@@ -45,7 +45,7 @@ STEP_METRICS = {  # shown while training, by a short name: those that are left o
 }
 VALIDATION_METRICS = ("reward", "accuracy", "greedy_accuracy", "avg_length")  # come first in its line
 LINE_WIDTH = 119  # characters of a log line, its time, level and logger included
-PHASES = {  # of a step, by a short name
+PHASES = {  # a step's, by a short name
     "generation": "generation",
     "policy_and_reference_logprobs": "logprobs",
     "policy_training": "training",

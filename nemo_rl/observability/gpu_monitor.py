@@ -12,7 +12,7 @@ from nemo_rl.tracing import record_counter
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 10.0  # between two samples
-TIMEOUT_S = 30.0  # of one sample: the driver answers slowly while GPUs start
+TIMEOUT_S = 30.0  # per sample: the driver answers slowly while GPUs start
 MIB_PER_GIB = 1024
 FIELDS = ("utilization.gpu", "memory.used", "power.draw", "temperature.gpu")
 METRICS = ("util", "mem_gb", "power_w", "temperature_c")

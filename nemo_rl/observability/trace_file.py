@@ -19,12 +19,12 @@ from nemo_rl.durable_files import append_whole
 from nemo_rl.tracing import CounterRecord, SpanRecord, TraceRecord
 
 TRACE_FILE = "trace.json.gz"
-GZIP_HEADER = b"\x1f\x8b\x08"  # of a member, and its method of compression (RFC 1952, section 2.3)
+GZIP_HEADER = b"\x1f\x8b\x08"  # a member's magic and method of compression (RFC 1952, section 2.3)
 CHUNK = 1 << 16  # bytes that are decompressed at once
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 PROFILE = "profile"  # first category of events that come from a profile (profiles.py)
 START = "start"  # name of the event with which each process that writes the file begins
-MAX_TRACKS = 100  # of a process: ids that its tracks have as processes of the format; a resumed run has others
+MAX_TRACKS = 100  # per process: ids that its tracks have as processes of the format; a resumed run has others
 
 
 class TraceFile:

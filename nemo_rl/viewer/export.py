@@ -95,7 +95,7 @@ def export_site(sources: ViewerSources, directory: Path, *, max_pages: int = MAX
             html = renderer.page(find_page(sources, address))
         except (DataError, ConfigError) as error:
             html = renderer.page(_problem_page("Not there", str(error)))
-        except Exception as error:  # of one page; the others are written  # noqa: BLE001
+        except Exception as error:  # one page fails; the others are written  # noqa: BLE001
             logger.warning("export: %s cannot be shown: %s", address, describe_error(error))
             html = renderer.page(_problem_page("Cannot be shown", describe_error(error)))
         (directory / walk.names[address]).write_bytes(encode(html))

@@ -27,7 +27,7 @@ from nemo_rl.viewer.rollout_set import RolloutSet, try_read
 from nemo_rl.viewer.viewer_sources import ViewerSource
 
 MAX_MEMBERS = 64  # rollouts of a group on a page
-MAX_COMPARED_CHARS = 20_000  # of each of two answers
+MAX_COMPARED_CHARS = 20_000  # per answer
 _WORD = re.compile(r"\s+|\w+|[^\w\s]")
 
 

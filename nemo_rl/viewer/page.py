@@ -17,7 +17,7 @@ from nemo_rl.viewer.rollout_set import Key
 from nemo_rl.viewer.viewer_sources import ViewerSource
 
 PAGE_ROWS = 50
-SNIPPET_CHARS = 200  # of an answer's end in a list
+SNIPPET_CHARS = 200  # the end of an answer, shown in a list
 MAX_ID_CHARS = 500  # longest id in an address
 ALARM_MULT_PROB_ERROR = 1.05  # docs/metrics.md
 

@@ -22,7 +22,7 @@ from nemo_rl.viewer.page import (
 from nemo_rl.viewer.rollout_set import RolloutSet
 from nemo_rl.viewer.viewer_sources import ViewerSource
 
-TARGET_CHARS = 4000  # of the expected answer on the page of a rollout
+TARGET_CHARS = 4000  # the expected answer on a rollout's page
 MAX_OPTIONS = 500  # choices of a filter
 
 

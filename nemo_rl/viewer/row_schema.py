@@ -41,7 +41,7 @@ class _Row(msgspec.Struct, gc=False):
     timings: dict[str, float | None] | None = None
     messages: list[_Message] | None = None
     other_chains: list[list[_Message]] | None = None
-    # of rollouts/details.jsonl
+    # written to rollouts/details.jsonl
     chain: _Whole = 0
     text: list[Any] = []
     mask: str = ""

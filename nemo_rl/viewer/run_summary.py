@@ -27,12 +27,12 @@ class RunSummary:
 
     name: str
     state: State
-    cause: str  # of "failed"
+    cause: str  # why it failed; else empty
     tags: tuple[str, ...]
     notes: str
     starts: tuple[RunStart, ...]
     started_at: float | None  # seconds since 1970, of the first start
-    duration_s: float | None  # of all starts together
+    duration_s: float | None  # all starts together
     model: str
     data: str
     num_steps: int | None  # that the configuration asks for

@@ -21,12 +21,12 @@ from nemo_rl.viewer.page import Page, whole_number
 from nemo_rl.viewer.viewer_sources import ViewerSource
 
 MAX_TRACE_BYTES = 64 << 20  # compressed; Perfetto opens larger ones
-MAX_LANES = 150  # of a track that are drawn
+MAX_LANES = 150  # drawn per track
 LANE_HEIGHT, TRACK_GAP, AXIS = 14, 20, 24
 INSET = 3  # by which a span is lower than the one that it is within
-MIN_WIDTH = 0.4  # of a bar; narrower ones that follow each other are one
+MIN_WIDTH = 0.4  # a bar's; narrower ones that follow each other are one
 NUM_TICKS = 8
-KEY = '<svg class="key" viewBox="0 0 1 1"><rect class="fill c{}" width="1" height="1"/></svg>'  # of the legend
+KEY = '<svg class="key" viewBox="0 0 1 1"><rect class="fill c{}" width="1" height="1"/></svg>'  # in the legend
 FIRST_TRACKS = (r"driver", r"policy.*", r"teacher.*", r"engine.*")  # then the others, in the order of the alphabet
 COLOURS = {  # class c0 to c7 of spans that a reader looks for; of others by their name
     "rollout": 7,

@@ -31,7 +31,7 @@ class ViewerSource:
         self.version = 0  # grows with every change
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self._config, self._config_stamp = "", (Path(), 0)
-        self.record: RunRecord | None = None  # of a run that has one
+        self.record: RunRecord | None = None  # None: the run has none
         self._record_stamp = 0
         self._remembered: dict[str, tuple[int, Any]] = {}
         if kind == "run":

@@ -17,12 +17,12 @@ from nemo_rl.errors import ConfigError
 
 AGENT_SERVERS = "responses_api_agents"
 MODEL_SERVERS = "responses_api_models"
-ENVIRONMENT_SERVERS = "environment_servers"  # of Gym 0.7
+ENVIRONMENT_SERVERS = "environment_servers"  # since Gym 0.7
 SERVER_KINDS = (AGENT_SERVERS, MODEL_SERVERS, "resources_servers", ENVIRONMENT_SERVERS)
 CONFIG_FILE = "env.yaml"  # Gym reads it from its working directory; it takes precedence over config_paths
 POLICY_MODEL = "policy_model"  # the name under which Gym's agents look for the model
 POLICY_MODEL_CONFIG = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
-TOKENS_KEY = "return_token_id_information"  # of a model server: whether its items carry the tokens of their call
+TOKENS_KEY = "return_token_id_information"  # a model server's: whether its items carry the tokens of their call
 REWRITES = re.compile(r"_inherit_from|_copy\b|_delete_key|\$\{(?:inherit_from|copy):")
 REWRITE_SOURCES = re.compile(r'(?:"_inherit_from": "|"_copy": "|\$\{inherit_from:|\$\{copy:)(\w+)')
 
@@ -31,8 +31,8 @@ REWRITE_SOURCES = re.compile(r'(?:"_inherit_from": "|"_copy": "|\$\{inherit_from
 class GymConfiguration:
     """The configuration of a stack, checked; `read_configuration` makes it."""
 
-    paths: tuple[str, ...]  # of its files: the user's as absolute paths, Gym's own as written
-    merged: Mapping[str, Any]  # of the files, the user's env.yaml and the overrides; interpolations as written
+    paths: tuple[str, ...]  # its files: the user's as absolute paths, Gym's own as written
+    merged: Mapping[str, Any]  # the files, the user's env.yaml and the overrides; interpolations as written
     settings: Mapping[str, Any]  # keys that the policy's model needs
 
 

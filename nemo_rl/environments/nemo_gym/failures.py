@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 from nemo_rl.errors import escape
 from nemo_rl.types import FailureClass
 
-Delivery: TypeAlias = Literal["not_sent", "possibly_delivered", "delivered"]  # of a row to the server that runs it
+Delivery: TypeAlias = Literal["not_sent", "possibly_delivered", "delivered"]  # a row's, to the server that runs it
 
 CLASS_OF_KIND: Mapping[str, FailureClass] = {
     "transport_unreachable": FailureClass.INFRA,

@@ -31,7 +31,7 @@ RESERVED_FIELDS = frozenset({"reward", "response", "responses_create_params", "m
 class GymError(NemoRLError):
     """Base of failures of a NeMo Gym server; the text names the agent and its address."""
 
-    delivery: Delivery = "delivered"  # of the row
+    delivery: Delivery = "delivered"  # the row's
 
     @property
     def failure_class(self) -> FailureClass:

@@ -40,6 +40,6 @@ def _list_servers(kind: str, site_packages: Path) -> list[str]:
 def _symlink_directory(link: Path, target: Path) -> None:
     if target.is_dir():
         link.parent.mkdir(parents=True, exist_ok=True)
-        if link.is_symlink():  # of an earlier start, maybe of another Python
+        if link.is_symlink():  # left by an earlier start, maybe of another Python
             link.unlink()
         link.symlink_to(target, target_is_directory=True)

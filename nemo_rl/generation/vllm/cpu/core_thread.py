@@ -73,7 +73,7 @@ class RunningRequest:
     logprobs: list[np.ndarray] = field(default_factory=list)  # per step, [tokens, 1 + likeliest tokens asked for]
     logprob_ids: list[np.ndarray] = field(default_factory=list)  # ids to these, if any likeliest tokens are asked for
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weights, index of their first token
-    times: RequestStateStats | None = None  # of an engine that is traced
+    times: RequestStateStats | None = None  # None: the engine is not traced
 
     @property
     def params(self) -> SamplingParams:
