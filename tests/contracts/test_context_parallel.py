@@ -6,6 +6,7 @@ ranks; one batch has a sample longer than all others together.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.contracts.rank_pool import RankPool
 from tests.contracts.test_distillation import ask
 from tests.contracts.test_expert_parallel import ADAMW, assert_two_steps_of_adamw, plain_loss, plain_names
 from tests.contracts.test_shared_prefixes import DISTILLATION, WHOLE, assert_same_steps, learn, sharing_batch
+from tests.support.quick import quick
 from tests.unit.losses.evaluation import EVERY_OPTION
 from tests.unit.policy.tiny import (
     OfAllScores,
@@ -73,6 +75,18 @@ STEPS = [
     ("cp 2 ep 2", "qwen3_moe", "one pack"),
     ("cp 2 dp 2 ep 4", "mixtral", "one pack"),
 ]
+QUICK_STEPS = [
+    ("cp 2", "deepseek_v3", "padded"),
+    ("cp 2", "llama", "packed"),
+    ("cp 4", "gemma2", "packed"),
+    ("cp auto 2 dp 2", "qwen2", "short packs"),
+    ("tp 2 sp", "llama", "packed"),
+    ("megatron cp 2 pp 2", "qwen2", "packed"),
+    ("megatron cp 2 tp 2 sp", "qwen3", "packed"),
+    ("cp 2 ep 2", "qwen3_moe", "one pack"),
+]
+LOSSES = list(product([*MODELS, "megatron cp 2 pp 2", "cp auto 2 dp 2"], ["even", "one long"]))
+QUICK_LOSSES = [(layout, "one long") for layout in ("cp 2", "cp 2 ep 2", "megatron cp 2 pp 2", "cp auto 2 dp 2")]
 EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
@@ -85,7 +99,7 @@ def section_of(layout: str, **options: Any) -> dict[str, Any]:
     return {name: section | options for name, section in own.items()}
 
 
-@pytest.mark.parametrize(("layout", "model", "batching"), STEPS)
+@pytest.mark.parametrize(("layout", "model", "batching"), quick(STEPS, QUICK_STEPS))
 def test_a_step_is_that_of_hugging_face(
     layout: str, model: str, batching: str, models: dict[str, Path], pool: RankPool
 ) -> None:
@@ -112,8 +126,7 @@ def test_a_step_is_that_of_hugging_face(
         torch.testing.assert_close(before[name] - after[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("lengths", ["even", "one long"])
-@pytest.mark.parametrize("layout", [*MODELS, "megatron cp 2 pp 2", "cp auto 2 dp 2"])
+@pytest.mark.parametrize(("layout", "lengths"), quick(LOSSES, QUICK_LOSSES))
 def test_loss_metrics_and_gradients_are_those_of_one_process(
     layout: str, lengths: str, models: dict[str, Path], pool: RankPool
 ) -> None:
@@ -129,7 +142,7 @@ def test_loss_metrics_and_gradients_are_those_of_one_process(
     assert_same_steps(losses, results, expected, plain_names(one, dict(one.named_parameters())))
 
 
-@pytest.mark.parametrize("layout", MODELS)
+@pytest.mark.parametrize("layout", quick(MODELS, ["cp 4", "cp 2 ep 2"]))
 def test_two_steps_of_adamw_are_those_of_one_process(layout: str, models: dict[str, Path], pool: RankPool) -> None:
     path = models[MODELS[layout]]
     batch, one = make_sharing_batch(LENGTHS), plain_model(path)

@@ -31,6 +31,7 @@ from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, re
 from tests.contracts.layouts import EXPERTS_OVER_RANKS, MULTIPLE, assert_near, plain_model
 from tests.contracts.policies import SGD, clones, make_policy, play
 from tests.contracts.rank_pool import Mesh, RankPool
+from tests.support.quick import quick
 from tests.unit.policy.fsdp2.test_balance import losses_by_hand, routed
 from tests.unit.policy.tiny import WeightedNLL, make_sharing_batch, plain_logprobs
 
@@ -60,7 +61,7 @@ QUICK = {
 MODELS = ("qwen3_moe", "mixtral", "deepseek_v3", "empty", "gpt_oss")
 UNSPLIT = ("deepseek_v3", "empty", "gpt_oss")  # no plan of tensor parallelism
 CASES = [
-    pytest.param(layout, model, batching, marks=() if (layout, model, batching) in QUICK else pytest.mark.slow)
+    (layout, model, batching)
     for layout in EXPERTS_OVER_RANKS
     for model in MODELS
     for batching in BATCHING
@@ -104,7 +105,7 @@ def plain_names(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch
     return revert_weight_conversion(model, tensors)
 
 
-@pytest.mark.parametrize(("layout", "model", "batching"), CASES)
+@pytest.mark.parametrize(("layout", "model", "batching"), quick(CASES, QUICK))
 def test_a_step_is_that_of_one_process(
     layout: str, model: str, batching: str, run: Run, expert_models: dict[str, Path]
 ) -> None:
@@ -136,7 +137,7 @@ def test_a_step_is_that_of_one_process(
     assert all(expected[name].abs().max() > 1e-3 for name in routers)
 
 
-@pytest.mark.parametrize(("layout", "model", "batching"), CASES)
+@pytest.mark.parametrize(("layout", "model", "batching"), quick(CASES, QUICK))
 def test_two_steps_of_adamw_are_those_of_one_process(
     layout: str, model: str, batching: str, run: Run, expert_models: dict[str, Path]
 ) -> None:

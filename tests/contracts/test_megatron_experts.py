@@ -23,6 +23,7 @@ from nemo_rl.distributed.expert_routers import find_routers
 from tests.contracts.layouts import BATCHING, EXPERTS, LENGTHS, UNEVEN, Layouts, assert_near, plain_model
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool
+from tests.support.quick import quick
 from tests.unit.policy.fsdp2.test_balance import losses_by_hand, routed
 from tests.unit.policy.tiny import EVEN, WeightedNLL, make_batch, plain_logprobs
 
@@ -76,7 +77,7 @@ QUICK = {  # each way once; the rest of the product is slow
     ("megatron dp 2 pp 2 ep 2", "glm4_moe", "samples"),
 }
 CASES = [
-    pytest.param(layout, name, batching, marks=() if (layout, name, batching) in QUICK else pytest.mark.slow)
+    (layout, name, batching)
     for layout in EXPERTS
     for name in MIXTURES
     for batching in BATCHING
@@ -109,7 +110,7 @@ def plain_loss(model: PreTrainedModel, batch: TensorDict) -> torch.Tensor:
     return -(batch["advantages"] * plain_logprobs(model, batch)).sum() / batch["token_mask"].sum()
 
 
-@pytest.mark.parametrize(("layout", "name", "batching"), CASES)
+@pytest.mark.parametrize(("layout", "name", "batching"), quick(CASES, QUICK))
 def test_mixture_learns_as_in_one_process(
     layout: str, name: str, batching: str, run: Layouts, mixtures: dict[str, Path], tmp_path: Path
 ) -> None:
