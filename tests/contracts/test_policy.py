@@ -1,5 +1,6 @@
 """What every training backend says of batches and of its weights, against plain Hugging Face models, on all layouts."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.contracts.layouts import (
 )
 from tests.contracts.policies import SGD, clones, first_name, make_policy, play, raising
 from tests.contracts.rank_pool import Mesh, RankPool
+from tests.support.quick import quick
 from tests.unit.policy.tiny import (
     MODELS,
     SIZES,
@@ -44,10 +46,15 @@ EACH = [
     *((layout, model) for layout in LAYOUTS[1:] for model in SPLIT_MODELS if layout not in MEGATRON_TOGETHER),
     *((layout, "qwen3") for layout in MEGATRON_TOGETHER),
 ]
+QUICK = {("plain", model) for model in MODELS}
+QUICK |= {
+    (layout, name) for layout, name in zip(LAYOUTS[1:], cycle(SPLIT_MODELS), strict=False) if (layout, name) in EACH
+}
+QUICK |= {(layout, "qwen3") for layout in MEGATRON_TOGETHER}
 
 
 @pytest.mark.parametrize("batching", BATCHING)
-@pytest.mark.parametrize(("layout", "name"), EACH)
+@pytest.mark.parametrize(("layout", "name"), quick(EACH, QUICK))
 def test_logprobs_are_those_of_the_plain_model(
     layout: str, name: str, batching: str, run: Layouts, models: dict[str, Path]
 ) -> None:
@@ -60,7 +67,7 @@ def test_logprobs_are_those_of_the_plain_model(
 
 
 @pytest.mark.parametrize("batching", BATCHING)
-@pytest.mark.parametrize(("layout", "name"), EACH)
+@pytest.mark.parametrize(("layout", "name"), quick(EACH, QUICK))
 def test_gradients_are_those_of_the_plain_model(
     layout: str, name: str, batching: str, run: Layouts, models: dict[str, Path]
 ) -> None:
@@ -120,7 +127,7 @@ def test_truncated_logprobs_and_gradients_are_those_of_the_plain_model(
         torch.testing.assert_close(parameter - after[name], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("layout", "name"), EACH)
+@pytest.mark.parametrize(("layout", "name"), quick(EACH, QUICK))
 def test_reference_keeps_the_first_weights(layout: str, name: str, run: Layouts) -> None:
     first, reference, _, _, after, reference_after, _ = run.learnt(layout, name)
     torch.testing.assert_close(reference, first, rtol=0, atol=1e-6)
@@ -128,7 +135,7 @@ def test_reference_keeps_the_first_weights(layout: str, name: str, run: Layouts)
     assert not torch.allclose(after, reference_after, atol=1e-2)
 
 
-@pytest.mark.parametrize(("layout", "name"), EACH)
+@pytest.mark.parametrize(("layout", "name"), quick(EACH, QUICK))
 def test_weights_are_the_checkpoints_with_tied_ones_once(
     layout: str, name: str, run: Layouts, models: dict[str, Path]
 ) -> None:

@@ -22,6 +22,7 @@ from tests.contracts.layouts import (
 )
 from tests.contracts.policies import SGD, clones, make_policy
 from tests.contracts.rank_pool import Mesh, RankPool
+from tests.support.quick import quick
 from tests.unit.policy.tiny import Exploding, WeightedNLL, make_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,10 +47,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "variant"),
-    [(layout, v) for layout in FEWER for v in VARIANTS if layout not in MEGATRON or v not in FSDP2_ALONE_HAS],
-)
+CASES = [(layout, v) for layout in FEWER for v in VARIANTS if layout not in MEGATRON or v not in FSDP2_ALONE_HAS]
+EVERY_WAY = ("plain", "2 x tp 2", "megatron tp 2 pp 2")  # together every dimension of a layout
+QUICK = [
+    case
+    for case in CASES
+    if case[0] in EVERY_WAY or case in (("4 ranks", "sharing prefixes"), ("2 ranks", "offloaded"))
+]
+
+
+@pytest.mark.parametrize(("layout", "variant"), quick(CASES, QUICK))
 def test_result_does_not_depend_on_how_it_is_computed(layout: str, variant: str, run: Layouts) -> None:
     calls = [("train_step", make_batch(LENGTHS), WeightedNLL())] * 2 + [("run_with_weights", clones)]
     momentum = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}}
@@ -60,8 +67,10 @@ def test_result_does_not_depend_on_how_it_is_computed(layout: str, variant: str,
     assert_near(weights, expected)
 
 
-@pytest.mark.parametrize("layout", FEWER)
-@pytest.mark.parametrize(("num_samples", "batching"), [(1, "packed"), (1, "samples"), (3, "samples")])
+@pytest.mark.parametrize("layout", quick(FEWER, ["4 ranks", "2 x tp 2", "megatron dp 2", "megatron tp 2 pp 2"]))
+@pytest.mark.parametrize(
+    ("num_samples", "batching"), quick([(1, "packed"), (1, "samples"), (3, "samples")], [(1, "packed"), (3, "samples")])
+)
 def test_ranks_without_a_sample_keep_up(num_samples: int, batching: str, layout: str, run: Layouts) -> None:
     batch = make_batch(LENGTHS[:num_samples])
     config: dict[str, Any] = {"optimizer": SGD, "num_samples": num_samples, "train_micro_batch_size": 1}
@@ -92,15 +101,10 @@ def test_optimizer_steps_follow_each_other_along_groups(layout: str, run: Layout
     assert_near(weights, expected)
 
 
-@pytest.mark.parametrize(
-    ("layout", "variant"),
-    [
-        (layout, variant)
-        for layout in FEWER
-        for variant in ("one by one", "packed and recomputed", "sharing prefixes")
-        if layout not in MEGATRON or variant not in FSDP2_ALONE_HAS
-    ],
-)
+RECORDED = [case for case in CASES if case[1] in ("one by one", "packed and recomputed", "sharing prefixes")]
+
+
+@pytest.mark.parametrize(("layout", "variant"), quick(RECORDED, [case for case in RECORDED if case[0] in EVERY_WAY]))
 def test_logprobs_that_a_step_records_are_those_of_the_weights_before_it(
     layout: str, variant: str, run: Layouts
 ) -> None:
