@@ -93,7 +93,7 @@ def test_stop_string_ends_a_response(engine_loop: asyncio.Runner, spelling_model
     assert len(stopped.logprobs) == len(stopped.token_ids)
 
 
-@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_process_that_the_trainer_starts_inherits_the_variables_of_the_engine(
     engine_loop: asyncio.Runner, spelling_model: EngineModel, in_process: bool
 ) -> None:

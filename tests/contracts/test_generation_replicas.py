@@ -103,6 +103,7 @@ def test_an_engine_that_is_stopped_in_a_refit_is_given_up_and_killed(tiny_models
     asyncio.run(main())
 
 
+@pytest.mark.slow  # two starts of Ray workers; the router's own tests have fakes
 def test_a_replica_joins_and_another_leaves_while_requests_run(tiny_models):
     section = VllmGenerationConfig(in_actor=True, vllm_cfg=VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16))
     old, new = tiny_model(tied=True, seed=3), tiny_model(tied=True, seed=4)

@@ -170,6 +170,7 @@ def test_scoring_begins_while_vllm_still_generates(engines: Any, engine_loop: as
     assert progress.num_scored == progress.num_generated == len(rewards)
 
 
+@pytest.mark.slow  # starts engines and a pool three times
 def test_pool_scores_as_a_shared_device_does_and_survives_its_death(
     engines: Any, engine_loop: asyncio.Runner, tmp_path: Path
 ) -> None:
