@@ -16,6 +16,7 @@ from nemo_rl.quickstart.models import make_tokenizer
 from tests.contracts.layouts import MULTIPLE, SPLIT_MODELS
 from tests.contracts.policies import SGD, make_policy
 from tests.contracts.rank_pool import RankPool
+from tests.support.quick import quick
 
 
 def save_plain(layout: RankLayout, *, path: Path, weights: Path, form: str) -> None:
@@ -67,7 +68,7 @@ def step(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["wrapped", "plain", "safetensors"])
-@pytest.mark.parametrize("layout", ["2 ranks", "2 x tp 2"])
+@pytest.mark.parametrize("layout", quick(["2 ranks", "2 x tp 2"], ["2 x tp 2"]))
 def test_dtensor(layout: str, form: str, pool: RankPool, models: dict[str, Path], step: Path) -> None:
     model = models["llama" if form == "plain" else "qwen2"]
     pool.run(MULTIPLE[layout], save_plain, path=model, weights=step / "policy" / "weights", form=form)
@@ -75,7 +76,7 @@ def test_dtensor(layout: str, form: str, pool: RankPool, models: dict[str, Path]
 
 
 @pytest.mark.parametrize("layout", ["megatron tp 2", "megatron tp 2 pp 2"])
-@pytest.mark.parametrize("model", SPLIT_MODELS)
+@pytest.mark.parametrize("model", quick(SPLIT_MODELS, ["qwen3"]))
 def test_megatron(layout: str, model: str, pool: RankPool, models: dict[str, Path], step: Path) -> None:
     mesh, weights = MULTIPLE[layout], step / "policy" / "weights"
     pool.run(mesh, save_megatron, path=models[model], weights=weights, **mesh.config)

@@ -16,14 +16,19 @@ from nemo_rl.policy.ranks import RankLayout
 from tests.contracts.layouts import FEWER, LENGTHS, Layouts, assert_near, assert_same_metrics
 from tests.contracts.policies import SGD, clones, make_policy
 from tests.contracts.rank_pool import Mesh, RankPool
+from tests.support.quick import quick
 from tests.unit.policy.tiny import WeightedNLL, make_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+LAST = ("megatron tp 2 pp 2", "bfloat16")
+RESUMED = [*((layout, "float32") for layout in FEWER), ("plain", "bfloat16"), LAST]
+
+
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [*[(layout, "float32") for layout in FEWER], ("plain", "bfloat16"), ("megatron tp 2 pp 2", "bfloat16")],
+    quick(RESUMED, [("plain", "float32"), ("2 x tp 2", "float32"), ("plain", "bfloat16"), LAST]),
 )
 def test_training_goes_on_exactly_after_loading(layout: str, precision: str, run: Layouts, tmp_path: Path) -> None:
     """And the save holds what the policy was when it began, whatever was trained while it was written."""
@@ -78,6 +83,7 @@ MOVES = [
     ("megatron tp 2", "megatron pp 2"),
     ("megatron tp 2 pp 2", "2 x tp 2"),
 ]
+QUICK_MOVES = [*MOVES[-7:], ("plain", "4 ranks"), ("megatron dp 2", "plain")]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +103,7 @@ def checkpoints(run: Layouts, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return saved
 
 
-@pytest.mark.parametrize(("written_on", "read_on"), MOVES)
+@pytest.mark.parametrize(("written_on", "read_on"), quick(MOVES, QUICK_MOVES))
 def test_checkpoint_moves_between_layouts(written_on: str, read_on: str, run: Layouts, checkpoints: Any) -> None:
     path, expected_metrics, expected = checkpoints(written_on)
     calls = [("load", path), ("train_step", make_batch(LENGTHS, seed=1), WeightedNLL()), ("run_with_weights", clones)]

@@ -14,6 +14,7 @@ from nemo_rl.policy.optimizers import parameter_groups
 from nemo_rl.policy.saving import load_optimizer
 from tests.contracts.layouts import LENGTHS, Layouts
 from tests.contracts.policies import clones
+from tests.support.quick import quick
 from tests.unit.policy.tiny import WeightedNLL, make_batch, plain_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +43,7 @@ def stepped_by_hand(path: Path, decays: tuple[bool, bool]) -> dict[str, torch.Te
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", ["plain", "2 x tp 2", "megatron tp 2 pp 2"])
+@pytest.mark.parametrize("layout", quick(["plain", "2 x tp 2", "megatron tp 2 pp 2"], ["plain", "megatron tp 2 pp 2"]))
 @pytest.mark.parametrize("decays", [(False, False), (True, False), (False, True)], ids=str)
 def test_norms_and_biases_decay_as_the_key_says_and_a_checkpoint_loads_with_the_other_value(
     decays: tuple[bool, bool], layout: str, run: Layouts, models: dict[str, Path], tmp_path: Path
