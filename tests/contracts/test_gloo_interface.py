@@ -61,7 +61,7 @@ def namespaces() -> Iterator[list[str]]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root makes network namespaces")
-@pytest.mark.parametrize("uses_interface", [True, False])
+@pytest.mark.parametrize("uses_interface", [True, pytest.param(False, marks=pytest.mark.slow)])  # it waits
 def test_ranks_on_two_machines_meet_although_their_names_mean_the_machine_itself(
     uses_interface: bool, namespaces: list[str], tmp_path: Path
 ) -> None:

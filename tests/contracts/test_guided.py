@@ -44,7 +44,9 @@ def model(tokenizer: Any) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).float().eval()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["own process", "in process"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["own process", "in process"]
+)
 def engine_and_loop(
     request: pytest.FixtureRequest, model: Qwen2ForCausalLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[VllmGeneration, asyncio.Runner]]:
@@ -53,7 +55,7 @@ def engine_and_loop(
     tokenizer.save_pretrained(directory)
     with asyncio.Runner() as loop:
         made = EngineModel(str(directory), "float32", MAX_MODEL_LEN, "cpu")
-        engine = loop.run(VllmGeneration.create(section(in_process=request.param), made))
+        engine = loop.run(VllmGeneration.create(section(in_process=request.param == "in process"), made))
         yield engine, loop
         loop.run(engine.close())
 

@@ -35,9 +35,11 @@ def policy(model_path: Path, engine_loop: asyncio.Runner) -> Iterator[LocalPolic
     engine_loop.run(made.close())
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["own process", "in process"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["own process", "in process"]
+)
 def engine(request: pytest.FixtureRequest, model_path: Path, engine_loop: asyncio.Runner) -> Iterator[VllmGeneration]:
-    cfg = VllmConfig(kv_cache_memory_bytes=2**26, max_num_seqs=8, in_process=request.param)
+    cfg = VllmConfig(kv_cache_memory_bytes=2**26, max_num_seqs=8, in_process=request.param == "in process")
     section = VllmGenerationConfig(vllm_cfg=cfg)
     model = EngineModel(str(model_path), "bfloat16", MAX_LENGTH, "cpu")
     started = engine_loop.run(VllmGeneration.create(section, model))

@@ -140,7 +140,7 @@ def test_a_conversation_that_the_template_breaks_on_fails_alone(tmp_path: Path) 
     assert "TypeError" in broken.cause
 
 
-@pytest.mark.parametrize("in_actor", [False, True], ids=["thread", "actor"])
+@pytest.mark.parametrize("in_actor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "actor"])
 def test_a_model_of_several_labels_is_refused(tmp_path: Path, in_actor: bool) -> None:
     connect(num_cpus=2)
     save(tmp_path, labels=3)

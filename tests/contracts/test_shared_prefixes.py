@@ -4,6 +4,7 @@ A step of SGD with a learning rate of 1 moves every weight by its gradient.
 """
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.contracts.layouts import MULTIPLE, plain_model
 from tests.contracts.policies import SGD, clones, make_policy, play
 from tests.contracts.rank_pool import RankPool
 from tests.contracts.test_distillation import ask
+from tests.support.quick import quick
 from tests.unit.losses.evaluation import EVERY_OPTION
 from tests.unit.policy.tiny import make_sharing_batch, plain_logprobs
 
@@ -32,6 +34,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = [9, 5, 12, 12, 7, 12, 3, 7, 6, 11, 12, 8]
 NUM_SAMPLES = len(LENGTHS)
 MODELS = {"plain": "qwen2", "2 ranks": "llama", "tp 2": "qwen3", "2 x tp 2": "qwen2"}
+PACKS = ("one pack", "several packs")
+CASES = list(product(MODELS, PACKS))
 WHOLE: dict[str, Any] = {"train_micro_batch_size": NUM_SAMPLES}  # one micro-batch of padded samples
 SHARING: dict[str, Any] = {
     "sequence_packing": {"enabled": True, "share_prefixes": True, "train_mb_tokens": 200, "logprob_mb_tokens": 24}
@@ -122,8 +126,7 @@ def test_batch_shares_more_than_its_prompts(models: dict[str, Path]) -> None:
     assert (counts > 1).sum() >= 5  # sampled tokens of several samples
 
 
-@pytest.mark.parametrize("packs", ["one pack", "several packs"])
-@pytest.mark.parametrize("layout", MODELS)
+@pytest.mark.parametrize(("layout", "packs"), quick(CASES, [*product(["plain"], PACKS), *CASES[-1:]]))
 def test_loss_metrics_and_gradients_are_those_of_whole_samples(
     layout: str, packs: str, models: dict[str, Path], pool: RankPool
 ) -> None:
@@ -168,7 +171,7 @@ def test_adapters_learn_what_they_learn_from_whole_samples(
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", MODELS)
+@pytest.mark.parametrize("layout", quick(MODELS, ["plain", "2 x tp 2"]))
 def test_a_teacher_says_the_same(layout: str, models: dict[str, Path], pool: RankPool) -> None:
     path = models["llama"]
     arguments: dict[str, Any] = {

@@ -28,6 +28,7 @@ def run_three_requests_in_turn(
     model_path: Path, *, in_process: bool, in_actor: bool, profile_dir: Path | None = None
 ) -> KeptSpans:
     """Return the trace of three requests to an engine that computes one at a time; in `profile_dir` their profile."""
+    num_tokens = 30 if profile_dir else 300  # every operator of every token is written
     cfg = VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=1, in_process=in_process)
     section = VllmGenerationConfig(in_actor=in_actor, vllm_cfg=cfg)
     traced = TraceConfig(enabled=True)
@@ -38,7 +39,7 @@ def run_three_requests_in_turn(
 
         async def generate(name: str) -> None:
             with span(GENERATION, f"rollout {name}"):
-                answer = await answer_by_deadline(engine, request(name, max_new_tokens=300))
+                answer = await answer_by_deadline(engine, request(name, max_new_tokens=num_tokens))
             assert isinstance(answer, Completion)
 
         try:
