@@ -17,6 +17,7 @@ from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.types import Completion, FailedRequest, Guide
 from tests.contracts.engines import MAX_MODEL_LEN, answers, exact_logprobs, request, section
+from tests.support.quick import quick
 from tests.templates import byte_tokenizer
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,9 +45,7 @@ def model(tokenizer: Any) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).float().eval()
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["own process", "in process"]
-)
+@pytest.fixture(scope="module", params=quick(["own process", "in process"], ["in process"]))
 def engine_and_loop(
     request: pytest.FixtureRequest, model: Qwen2ForCausalLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[VllmGeneration, asyncio.Runner]]:
