@@ -8,15 +8,27 @@ from nemo_rl.config.kinds import Section
 from nemo_rl.errors import ConfigError
 
 VISION_MODEL_TYPES = ("idefics3", "qwen2_5_vl")  # types of models whose policies see
+MAX_BYTES, MAX_PIXELS = 2**26, 2**26  # of any image, whatever limits are configured
 
 
-class ImagesConfig(Section):
+class ImageLimits(Section):
+    """Bounds of images from outside, checked before they are decoded."""
+
+    max_count: int = Field(default=8, gt=0)  # images per row, or per request
+    max_bytes: int = Field(default=16 * 2**20, gt=0, le=MAX_BYTES)  # bytes of an image's file
+    max_pixels: int = Field(default=2**24, gt=0, le=MAX_PIXELS)  # width times height of an image
+
+
+class ImagesConfig(ImageLimits):
     """Images in the rows of a dataset: data URLs, and files below the named directories. No network is used."""
 
     directories: list[str] = Field(default_factory=list)  # directories whose files rows may name; links are followed
-    max_count: int = Field(default=8, gt=0)  # images per row
-    max_bytes: int = Field(default=16 * 2**20, gt=0)  # bytes of an image's file
-    max_pixels: int = Field(default=2**24, gt=0)  # width times height of an image
+
+
+class GatewayImagesConfig(ImageLimits):
+    """Images in requests, as data URLs or base64: those of a whole conversation, which clients repeat."""
+
+    max_count: int = Field(default=64, gt=0, le=64)  # images per request
 
 
 def check_images(key: str, section: ImagesConfig) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from PIL import Image
 
-from nemo_rl.config.images import ImagesConfig
+from nemo_rl.config.images import MAX_BYTES, MAX_PIXELS, ImageLimits, ImagesConfig
 from nemo_rl.errors import DataError
 from nemo_rl.types import ImagePart
 
@@ -28,6 +28,7 @@ ALLOWED = "allowed: PNG, JPEG and WebP"
 IMAGE_TYPES = ("image", "image_url", "input_image")  # types of parts: this project's rows, and OpenAI's two APIs
 DATA_URL = re.compile(r"data:([^,;]*)(;[^,]*)?,", re.ASCII)
 MAX_SIDE = 32_768  # pixels
+LARGEST = ImageLimits(max_bytes=MAX_BYTES, max_pixels=MAX_PIXELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,40 +60,22 @@ class ImageReader:
         if not isinstance(value, str) or not value:
             raise DataError(f"{where} is {_short(value)}; allowed: a data URL, a path, or a file's bytes")
         if value[:5].lower() == "data:":
-            return self.check(self._decode_url(value, where), where)
+            return self.check(self.decode_url(value, where), where)
         if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:", value):
             raise DataError(f"{where} is {_short(value)}: nothing is fetched; allowed: a data URL or a path")
         return self.check(self._read_file(value, where), where)
 
     def check(self, file: bytes, where: str) -> ImagePart:
         """Return the image in a file's bytes; raises DataError for a file that is too large, damaged or no image."""
-        if len(file) > self.limits.max_bytes:
-            raise DataError(f"{where} has {len(file)} bytes; allowed: max_bytes = {self.limits.max_bytes}")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")  # a damaged EXIF block, a decompression bomb
-                with Image.open(io.BytesIO(file), formats=FORMATS) as image:
-                    self._check_size(image, where)
-                    image.load()
-        except DataError:
-            raise
-        except Exception as error:  # decoders raise anything for a damaged file: SyntaxError, struct.error, OSError
-            kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise DataError(f"{where} is no image that can be read ({kind:.120}); {ALLOWED}") from error
+        decode(file, where, self.limits)
         return ImagePart(hashlib.sha256(file).hexdigest(), file)
 
-    def _check_size(self, image: Image.Image, where: str) -> None:
-        width, height = image.size
-        if width * height > self.limits.max_pixels or max(width, height) > MAX_SIDE:
-            allowed = f"max_pixels = {self.limits.max_pixels}, and {MAX_SIDE} a side"
-            raise DataError(f"{where} has {width} x {height} pixels; allowed: {allowed}")
-        if getattr(image, "n_frames", 1) > 1:
-            raise DataError(f"{where} is an animation of {getattr(image, 'n_frames', 0)} frames; {ALLOWED} of one")
-
-    def _decode_url(self, url: str, where: str) -> bytes:
+    def decode_url(self, url: str, where: str) -> bytes:
+        """Return the bytes in a data URL, unchecked but for their number; raises DataError for another URL."""
         match = DATA_URL.match(url)
         if match is None or not (match[2] or "").lower().endswith(";base64"):
-            raise DataError(f"{where} is {_short(url)}; allowed: data:image/png;base64,...")
+            problem = "" if match else ": nothing is fetched"
+            raise DataError(f"{where} is {_short(url)}{problem}; allowed: data:image/png;base64,...")
         if (len(url) - match.end()) * 3 // 4 > self.limits.max_bytes + 3:
             raise DataError(f"{where} has more bytes than max_bytes = {self.limits.max_bytes}")
         try:
@@ -120,6 +103,33 @@ class ImageReader:
                 return file.read(self.limits.max_bytes + 1)
         except OSError as error:
             raise DataError(f"{where} is {_short(name)}: {error.strerror}") from error
+
+
+def decode(file: bytes, where: str, limits: ImageLimits = LARGEST) -> Image.Image:
+    """Return the picture in a file's bytes; raises DataError for a file that is too large, damaged or no image."""
+    if len(file) > limits.max_bytes:
+        raise DataError(f"{where} has {len(file)} bytes; allowed: max_bytes = {limits.max_bytes}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a damaged EXIF block, a decompression bomb
+            with Image.open(io.BytesIO(file), formats=FORMATS) as image:
+                _check_size(image, where, limits)
+                image.load()
+                return image
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise anything for a damaged file: SyntaxError, struct.error, OSError
+        kind = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise DataError(f"{where} is no image that can be read ({kind:.120}); {ALLOWED}") from error
+
+
+def _check_size(image: Image.Image, where: str, limits: ImageLimits) -> None:
+    width, height = image.size
+    if width * height > limits.max_pixels or max(width, height) > MAX_SIDE:
+        allowed = f"max_pixels = {limits.max_pixels}, and {MAX_SIDE} a side"
+        raise DataError(f"{where} has {width} x {height} pixels; allowed: {allowed}")
+    if getattr(image, "n_frames", 1) > 1:
+        raise DataError(f"{where} is an animation of {getattr(image, 'n_frames', 0)} frames; {ALLOWED} of one")
 
 
 def to_data_url(part: ImagePart) -> str:

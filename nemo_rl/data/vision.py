@@ -5,7 +5,7 @@ same pixels in every sample, turn and engine. Image processors are those by Pill
 differ.
 """
 
-import io
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase, Qwen2_5_VLProcessor
 from transformers.processing_utils import VideosKwargs
 
+from nemo_rl.data.images import decode
 from nemo_rl.errors import ConfigError, DataError, describe_error
 from nemo_rl.image_features import ImageFeatures, PlacedImage
 from nemo_rl.types import ImagePart
@@ -130,12 +130,14 @@ class ImageEncoder:
 
     def _process(self, image: ImagePart) -> EncodedImage:
         tokenizer = self._processor.tokenizer
-        with Image.open(io.BytesIO(image.file)) as opened:
-            picture = opened.convert("RGB")
+        place = f"image {image.digest[:12]}"
+        picture = decode(image.file, place).convert("RGB")
+        if hashlib.sha256(image.file).hexdigest() != image.digest:
+            raise DataError(f"{place} is a file of another digest; data.images.ImageReader makes images")
         try:
             found = self._processor(text=[self.mark], images=[[picture]], return_tensors="np")
         except Exception as error:  # e.g. an aspect ratio that Qwen's refuses
-            raise DataError(f"image {image.digest[:12]} cannot be processed: {describe_error(error)}") from error
+            raise DataError(f"{place} cannot be processed: {describe_error(error)}") from error
         token_ids = [int(token) for token in found["input_ids"][0]]
         text = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if list(tokenizer.encode(text, add_special_tokens=False)) != token_ids:

@@ -27,6 +27,7 @@ Item: TypeAlias = tuple[Sequence[Message], Any]  # a conversation and its state,
 
 RESPONSE_TRUNCATED = "response_truncated"  # in the state of every call: the token limit cut the last response
 MAX_CALLS_ALONE = 32  # concurrent calls for single items of calls that raised, if `batching.max_calls` is not set
+MAX_IMAGES = 16  # per observation; each is checked before it is decoded (data/vision.py)
 RESPONSE_FAULT = re.compile("[a-z_]{1,64}")  # a response fault is part of a metric's name
 
 
@@ -137,6 +138,8 @@ def validate_result(result: object) -> StepResult:
         return _contract_failure("rewards and state of an EnvStep must be mappings")
     if not all(isinstance(message, Message) for message in result.observation):
         return _contract_failure("the observation of an EnvStep must hold Messages")
+    if (count := sum(len(message.images) for message in result.observation)) > MAX_IMAGES:
+        return _contract_failure(f"the observation of an EnvStep holds {count} images, more than {MAX_IMAGES}")
     if problem := find_fault_problem(result.response_fault):
         return _contract_failure(problem)
     if problem := find_reward_problem(result.rewards):

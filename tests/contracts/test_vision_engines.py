@@ -15,16 +15,33 @@ from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.vision import ImageEncoder
 from nemo_rl.errors import WeightSyncError
+from nemo_rl.experience.assembly import assemble_batch
+from nemo_rl.experience.rollout_dependencies import RolloutLimits, RolloutOptions
+from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
+from nemo_rl.experience.turns import RolloutJob
 from nemo_rl.generation.engines import EngineModel
 from nemo_rl.generation.hf import HFGeneration
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.policy.driver import LocalPolicy
-from nemo_rl.types import GenerationRequest, Message, SamplingParams, TextPart, TokenizedMessage, placed_images
+from nemo_rl.types import (
+    EnvStep,
+    GenerationRequest,
+    Message,
+    Prompt,
+    SamplingParams,
+    TextPart,
+    TokenizedMessage,
+    ToolResult,
+    TrajectoryGroup,
+    placed_images,
+)
 from nemo_rl.weight_sync.refit import TransportWeightSync
 from nemo_rl.weight_sync.verification import Probe, collect_completions, to_logprob_batch
 from tests.contracts.engines import section
 from tests.contracts.policies import SETTINGS
+from tests.fakes.environments import Conversation, FakeEnvironment, State
 from tests.fakes.vision import picture, save_vision_model
+from tests.unit.experience.rollout_setup import dependencies
 from tests.unit.policy.tiny import WeightedNLL, make_batch
 
 CASES = [(kind, engine) for kind in ("idefics3", "tiles", "qwen2_5_vl") for engine in ("hf", "vllm in process")]
@@ -44,8 +61,8 @@ class Seeing:
         self.runner = runner
         save_vision_model("idefics3" if kind == "tiles" else kind, path, splits=kind == "tiles")
         images = ImageEncoder.load(str(path))
-        encoder = ChatEncoder(images._processor.tokenizer, images=images)
-        logs = [encoder.encode_prompt((message,)) for message in QUESTIONS]
+        self.encoder = ChatEncoder(images._processor.tokenizer, images=images)
+        logs = [self.encoder.encode_prompt((message,)) for message in QUESTIONS]
         self.probes = [Probe(flat_token_ids(log), placed_images(log)) for log in logs]
         self.policy = LocalPolicy(
             PolicyConfig.model_validate({"model_name": str(path), **SETTINGS}),
@@ -114,6 +131,32 @@ def test_weights_that_images_alone_reach_are_verified(seeing: Seeing) -> None:
         seeing.runner.run(sync.publish(FalseTower(seeing.policy), seeing.engine, weight_version=3))  # type: ignore[arg-type]
     seeing.runner.run(sync.publish(seeing.policy, seeing.engine, weight_version=4))
     sync.close()
+
+
+def next_screen(conversation: Conversation, state: State) -> EnvStep:
+    """Answer two actions with screens, the second of which shows the first picture again."""
+    turn = state.get("turn", 0)
+    screen = ToolResult(f"c{turn}", (TextPart("screen:"), picture((5, 4)[turn] if turn < 2 else 0, 84)))
+    return EnvStep((Message("tool", (screen,)),), done=turn == 2, state={"turn": turn + 1})
+
+
+def test_rollouts_with_screens_of_an_environment_are_exact(seeing: Seeing) -> None:
+    task = Prompt("p", "screens", (Message("user", (picture(4, 84), TextPart("close it"))),))
+    setup = dependencies(
+        seeing.engine,
+        {"screens": FakeEnvironment(next_screen)},
+        limits=RolloutLimits(max_turns=3, max_total_length=MAX_LENGTH),
+        encoder=seeing.encoder,
+    )
+    options = RolloutOptions(SamplingParams(6, stop_token_ids=tuple(range(0, 256, 3))), seed=1)
+    jobs = [RolloutJob(task, "g", index) for index in range(6)]
+    rollouts = seeing.runner.run(run_async_multi_turn_rollout(jobs, setup, options))
+    shown = [len(placed_images(rollout.message_log)) for rollout in rollouts]
+    assert max(shown) == 3, "no rollout came to its third turn"
+    batch, _ = assemble_batch([TrajectoryGroup("g", task, rollouts)], min_group_size=1)
+    scored = seeing.runner.run(seeing.policy.logprobs(batch))
+    assert float(((scored - batch["generation_logprobs"]) * batch["token_mask"]).abs().max()) < 1e-4
+    assert sum(shown) > len(batch[keys.IMAGES].images) == 2  # a picture is in the batch once
 
 
 class FalseTower:
