@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
+from nemo_rl.config.images import GatewayImagesConfig
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.registries import LOGGERS
 from nemo_rl.config.value_types import AnyText, Delay, Port, Processes, Seconds
@@ -237,5 +238,6 @@ class GatewayConfig(Section):
     max_sessions: int = Field(default=10_000, gt=0)  # open sessions of rollouts over all servers; opening more is 429
     max_client_sessions: int = Field(default=1000, ge=0)  # open sessions that clients opened; further ones get 429
     max_captured_mib: int = Field(default=512, gt=0)  # per server: records of NeMo Gym's token capture, in MiB
+    images: GatewayImagesConfig = Field(default_factory=GatewayImagesConfig)  # in requests, if the policy sees
     max_queued_calls: int = Field(default=10_000, ge=0)  # calls per server that wait; further ones get 429
     queue_timeout_s: Seconds = 300.0  # longest wait of a call; then it gets 429

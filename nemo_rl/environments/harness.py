@@ -20,7 +20,7 @@ from pydantic import Field
 from nemo_rl.config.environment import AgentRunnerConfig
 from nemo_rl.config.kinds import Section
 from nemo_rl.environments.code_arguments import find_code
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import Prompt
 
 PROMPT, PROMPT_FILE, WORKDIR, HOME = "prompt", "prompt_file", "workdir", "home"
@@ -173,7 +173,12 @@ class Harness:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Return the texts of a prompt's messages, with an empty line between them: a harness takes one text."""
+    """Return the texts of a prompt's messages, with an empty line between them: a harness takes one text.
+
+    Raises DataError for a prompt with images.
+    """
+    if count := sum(len(message.images) for message in prompt.messages):
+        raise DataError(f"prompt {prompt.prompt_id} has {count} images: a harness takes text")
     return "\n\n".join(message.content for message in prompt.messages)
 
 

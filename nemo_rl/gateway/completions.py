@@ -417,6 +417,7 @@ def _make_generation_request(
         sampling,
         seed,
         session_id,
+        images=call.images,
         timeout_s=rules.timeout_s,
         weight_version=None if call.parent is None else call.parent.weight_versions[1],  # a chain keeps its weights
     )

@@ -54,10 +54,8 @@ class EchoedCallStore:
         request = sessions.history_digests(messages, tools)[-1]
         if echo is None or num_known >= len(messages):
             return sessions.start_chain(self._codec, messages, tools, request)
-        nodes = self.find(echo)
-        if not nodes:
-            raise sessions.UnknownEcho(echo)
-        call = sessions.continue_chain(self._codec, nodes[-1], messages[num_known:], tools, request)
+        node = sessions.find_echoed(self.find(echo), echo, messages[:num_known])
+        call = sessions.continue_chain(self._codec, node, messages[num_known:], tools, request)
         return sessions.start_chain(self._codec, messages, tools, request) if call is None else call
 
     def commit(self, call: sessions.PendingCall, completion: Completion, message: Message) -> None:

@@ -187,6 +187,7 @@ def split_settings(section: GatewayConfig, max_connections: int) -> tuple[Server
             max_sessions=sessions[i],
             max_client_sessions=client_sessions[i],
             max_connections=connections[i],
+            images=section.images,
             max_captured_bytes=section.max_captured_mib * MIB,
             ttl_s=section.session_ttl_s,
         )

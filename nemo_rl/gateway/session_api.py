@@ -8,6 +8,7 @@ from nemo_rl.data.messages import to_openai_message
 from nemo_rl.gateway.dialects.bodies import Body
 from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.sessions import Chain, Session
+from nemo_rl.types import ImagePart
 
 
 class SessionRequest(Body):
@@ -62,8 +63,12 @@ def _chain_body(chain: Chain) -> dict[str, Any]:
         "token_ids": ids,
         "token_mask": mask,
         "generation_logprobs": logprobs,
-        "messages": [to_openai_message(each.message) for each in chain.message_log],
+        "messages": [to_openai_message(each.message, write_image=_image_body) for each in chain.message_log],
         "weight_versions": chain.weight_versions,
         "weight_spans": spans,
         "rewards": chain.rewards,
     }
+
+
+def _image_body(image: ImagePart) -> dict[str, Any]:
+    return {"type": "image", "digest": image.digest}

@@ -20,7 +20,7 @@ after that prefix are encoded. So
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -30,8 +30,19 @@ from typing import Any
 from nemo_rl.data.chat import flat_token_ids
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.markup import strip_thinking
+from nemo_rl.image_features import PlacedImage
 from nemo_rl.token_columns import NO_COLUMNS, TokenColumns
-from nemo_rl.types import Completion, Message, MessageLog, TokenizedMessage, add_columns
+from nemo_rl.types import (
+    Completion,
+    ImagePart,
+    Message,
+    MessageLog,
+    TextPart,
+    TokenizedMessage,
+    ToolResult,
+    add_columns,
+    placed_images,
+)
 
 DIGEST_BYTES = 16
 
@@ -45,7 +56,19 @@ def history_digest(history: bytes, message: Message) -> bytes:
     """Return the digest of a history followed by a message; thinking is ignored."""
     content = strip_thinking(message.content).strip() if message.role == "assistant" else message.content
     calls = [[call.name, _arguments(call.arguments)] for call in message.tool_calls]
-    return _digest(history, _canonical_json([message.role, content, calls]))
+    shown = [[number, image.digest] for number, image in _located_images(message)]
+    return _digest(history, _canonical_json([message.role, content, calls, *shown]))
+
+
+def _located_images(message: Message) -> Iterator[tuple[int, ImagePart]]:
+    """Yield (characters of text before it, image)."""
+    number = 0
+    for part in message.parts:
+        for each in part.content if isinstance(part, ToolResult) else (part,):
+            if isinstance(each, ImagePart):
+                yield number, each
+            elif isinstance(each, TextPart):
+                number += len(each.text)
 
 
 def _digest(history: bytes, text: str) -> bytes:
@@ -128,6 +151,7 @@ class PendingCall:
     parent: Node | None
     context: MessageLog  # messages after the parent's history
     request: bytes
+    images: tuple[PlacedImage, ...] = ()  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +169,7 @@ def start_chain(
 ) -> PendingCall:
     """Encode the first call of a new chain; raises ConfigError for messages that the template refuses."""
     context = codec.encode_first_turn(messages, tools)
-    return PendingCall(flat_token_ids(context), None, context, request)
+    return PendingCall(flat_token_ids(context), None, context, request, placed_images(context))
 
 
 def continue_chain(
@@ -157,7 +181,7 @@ def continue_chain(
     if context is None:
         return None
     token_ids = tuple(chain.from_iterable(each.token_ids for each in (*history, *context)))
-    return PendingCall(token_ids, node, context, request)
+    return PendingCall(token_ids, node, context, request, placed_images((*history, *context)))
 
 
 def complete_call(
@@ -276,12 +300,10 @@ class Session:
 
         Raises UnknownEcho, and ConfigError as `begin` does.
         """
-        nodes = self.find(echo)
-        if not nodes:
-            raise UnknownEcho(echo)
+        node = find_echoed(self.find(echo), echo, messages[:num_known])
         request = history_digests(messages, tools)[-1]
         new = messages[num_known:]
-        call = continue_chain(self._codec, nodes[-1], new, tools, request) if new else None
+        call = continue_chain(self._codec, node, new, tools, request) if new else None
         return start_chain(self._codec, messages, tools, request) if call is None else call
 
     def find(self, echo: Echo) -> Sequence[Node]:
@@ -353,6 +375,18 @@ class Session:
         if node.is_continued or node.is_side_call:
             return False
         return node.is_delivered or bool(node.rewards)
+
+
+def find_echoed(nodes: Sequence[Node], echo: Echo, known: Sequence[Message]) -> Node:
+    """Return the last of the calls with an echo's tokens whose images are those of the messages that `known` has.
+
+    Images of one size have equal tokens. Raises UnknownEcho if there is none.
+    """
+    digests = [image.digest for message in known for image in message.images]
+    for node in reversed(nodes):
+        if digests == [placed.features.digest for placed in placed_images(node.message_log())]:
+            return node
+    raise UnknownEcho(echo)
 
 
 def history_digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:

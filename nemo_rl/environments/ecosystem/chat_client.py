@@ -8,8 +8,9 @@ from typing import Any, Self
 
 import aiohttp
 
+from nemo_rl.data.messages import to_openai_message
 from nemo_rl.tracing import trace_headers
-from nemo_rl.types import Message, Prompt
+from nemo_rl.types import Prompt
 
 MAX_TRIES = 4  # per call: the engine may fail, or be busy
 BACKOFF_S = 0.5  # before the second try; doubles
@@ -94,13 +95,14 @@ async def converse_with_tools(
     policy: ChatClient,
     prompt: Prompt,
     tools: Sequence[Mapping[str, Any]],
-    call_tool: Callable[[Mapping[str, Any]], Awaitable[str]],
+    call_tool: Callable[[Mapping[str, Any]], Awaitable[str | list[dict[str, Any]]]],
     *,
     max_turns: int,
 ) -> str | None:
     """Let the policy answer and call tools, for at most `max_turns` responses; return the text of the last one.
 
-    `call_tool` returns the result of a call's `function`. None if the context had no room for a response.
+    `call_tool` returns the result of a call's `function`, a text or parts in OpenAI's format. None if the context had
+    no room for a response.
     """
     messages = prompt_messages(prompt)
     reply: Reply | None = None
@@ -117,12 +119,7 @@ async def converse_with_tools(
 
 def prompt_messages(prompt: Prompt) -> list[dict[str, Any]]:
     """Return a prompt's messages in OpenAI's format, as an agent's first call sends them."""
-    return [text_message(message) for message in prompt.messages]
-
-
-def text_message(message: Message) -> dict[str, Any]:
-    """Return role and text of a message."""
-    return {"role": message.role, "content": message.content}
+    return [{"role": message.role, "content": to_openai_message(message)["content"]} for message in prompt.messages]
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,13 +16,16 @@ from pydantic import Field
 
 from nemo_rl.config.entry_checks import check_agent_runner, check_call_timeout, require_package
 from nemo_rl.config.environment import AgentRunnerConfig
+from nemo_rl.config.images import ImagesConfig
 from nemo_rl.config.kinds import Entry
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.config.value_types import AnyText, Seconds
+from nemo_rl.data.images import ImageReader
+from nemo_rl.data.messages import to_image_url
 from nemo_rl.environments.ecosystem.chat_client import ChatClient, converse_with_tools
 from nemo_rl.environments.tools import BROKEN_TOOL
-from nemo_rl.errors import ConfigError
-from nemo_rl.types import AgentResult, Prompt
+from nemo_rl.errors import ConfigError, DataError
+from nemo_rl.types import AgentResult, ImagePart, Prompt
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -44,6 +47,7 @@ class McpConfig(AgentRunnerConfig):
     max_turns: int = Field(default=8, gt=0)  # responses of the policy
     call_timeout_s: Seconds = 30.0  # per request to the server
     max_output_chars: int = Field(default=4096, gt=0)  # per result; the rest is cut
+    images: bool = False  # show the policy the images of results, such as screenshots; false: their type alone
 
 
 class McpServerError(Exception):
@@ -101,7 +105,9 @@ class McpAgent:
                 return AgentResult({self._name: 0.0} if section.reward_tool else {}, response_fault=BROKEN_TOOL)
             return AgentResult(await self._reward(prompt, server, listed, answer), answer)
 
-    async def _call(self, server: "Client", tools: "Mapping[str, Tool]", function: Mapping[str, Any]) -> str:
+    async def _call(
+        self, server: "Client", tools: "Mapping[str, Tool]", function: Mapping[str, Any]
+    ) -> str | list[dict[str, Any]]:
         from mcp import MCPError
 
         name = function["name"]
@@ -122,7 +128,10 @@ class McpAgent:
                 raise
             return f"error: {error}"
         text = result_text(result)[: self._section.max_output_chars]
-        return f"error: {text}" if result.is_error else text
+        if result.is_error:
+            return f"error: {text}"
+        shown = result_images(result) if self._section.images else []
+        return [{"type": "text", "text": text}, *map(to_image_url, shown)] if shown else text
 
     def _is_offered(self, name: str, listed: "Mapping[str, Tool]") -> bool:
         """Return whether the policy may call the tool; raises McpServerError for configured tools that are missing."""
@@ -218,6 +227,18 @@ def result_text(result: "CallToolResult") -> str:
     """Return a result as the policy reads it: its text; other parts are replaced by their type."""
     parts: Sequence[Any] = result.content
     return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in parts)
+
+
+def result_images(result: "CallToolResult") -> list[ImagePart]:
+    """Return a result's images that can be shown, at most as many as a row may have by default."""
+    reader, parts = ImageReader(ImagesConfig()), [part for part in result.content if part.type == "image"]
+    found = []
+    for part in parts[: reader.limits.max_count]:
+        try:
+            found.append(reader.read(f"data:{part.mime_type};base64,{part.data}", "the result's image"))
+        except DataError as error:
+            logger.info("an MCP server's image is not shown: %s", error)
+    return found
 
 
 MCP = Entry(McpConfig, make=McpAgent, check=check_mcp)

@@ -12,9 +12,22 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_snake
 
+from nemo_rl.data.images import IMAGE_TYPES
 from nemo_rl.data.messages import TEXT_TYPES
+from nemo_rl.gateway.images import TEXT_ONLY, RequestImages
 from nemo_rl.gateway.request_errors import RequestError, make_missing_error, make_unsupported_error
-from nemo_rl.types import Guide, Message, Part, Role, TextPart, ThinkingPart, ToolCall, ToolResult
+from nemo_rl.types import (
+    ContentPart,
+    Guide,
+    ImagePart,
+    Message,
+    Part,
+    Role,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    ToolResult,
+)
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1_000
@@ -88,31 +101,65 @@ class Body(BaseModel):
             raise make_unsupported_error("add_generation_prompt", text)
 
 
-class TextBlock(Body):
-    """A part of a content."""
+class ContentBlock(Body):
+    """A part of a content: text, or an image in the shape of OpenAI's two APIs or of Anthropic's."""
 
     type: str
     text: str | None = None
+    image_url: str | dict[str, Any] | None = None  # OpenAI's; chat completions nest the URL
+    source: dict[str, Any] | None = None  # Anthropic's
 
-    def read_text(self, where: str) -> str:
-        """Return the text; raises RequestError for a block of another type."""
+    def read_content(self, where: str, images: RequestImages) -> ContentPart:
+        """Return the text or image; raises RequestError for a block of another type, and for an image not allowed."""
+        if self.type in IMAGE_TYPES and images.are_allowed:
+            return self._read_image(where, images)
         if self.type not in TEXT_TYPES:
-            text = f"{where}.type: content of type {self.type!r} is not supported: this policy reads text"
+            reads = "text and images are" if images.are_allowed else "only text is"
+            text = f"{where}.type: content of type {self.type!r} is not supported; {reads} read here"
             raise make_unsupported_error(f"{where}.type", text)
         if self.text is None:
             raise make_missing_error(f"{where}.text")
-        return self.text
+        return TextPart(self.text)
+
+    def _read_image(self, where: str, images: RequestImages) -> ImagePart:
+        if self.type == "image":
+            source, where = self.source or {}, f"{where}.source"
+            if source.get("type") != "base64":
+                text = f"{where}.type: {source.get('type')!r:.80} is not supported; base64 is, nothing is fetched"
+                raise make_unsupported_error(f"{where}.type", text)
+            kind, data = (_required_text(source, name, where) for name in ("media_type", "data"))
+            return images.read_base64(kind, data, f"{where}.data")
+        if isinstance(self.image_url, dict):
+            return images.read(_required_text(self.image_url, "url", f"{where}.image_url"), f"{where}.image_url.url")
+        if self.image_url is None:
+            raise make_missing_error(f"{where}.image_url")
+        return images.read(self.image_url, f"{where}.image_url")
 
 
-Content = str | list[TextBlock]
+def _required_text(fields: Mapping[str, Any], name: str, where: str) -> str:
+    value = fields.get(name)
+    if value is None:
+        raise make_missing_error(f"{where}.{name}")
+    if not isinstance(value, str):
+        raise RequestError(400, f"{where}.{name}: must be a text", param=f"{where}.{name}")
+    return value
 
 
-def read_text(content: str | Sequence[TextBlock] | None, where: str, *, separator: str = "\n") -> tuple[TextPart, ...]:
-    """Return a content as one text; raises RequestError for blocks of other types, at the path `where`."""
+Content = str | list[ContentBlock]
+
+
+def read_content(
+    content: str | Sequence[ContentBlock] | None,
+    where: str,
+    images: RequestImages = TEXT_ONLY,
+    *,
+    separator: str = "\n",
+) -> tuple[ContentPart, ...]:
+    """Return a content's images and, between them, its joined texts; raises RequestError at the path `where`."""
     if content is None or isinstance(content, str):
         return (TextPart(content),) if content else ()
-    texts = [block.read_text(f"{where}.{i}") for i, block in enumerate(content)]
-    return (TextPart(separator.join(texts)),) if texts else ()
+    read = merge_texts((block.read_content(f"{where}.{i}", images) for i, block in enumerate(content)), separator)
+    return tuple(part for part in read if isinstance(part, TextPart | ImagePart))
 
 
 def merge_texts(parts: Iterable[Part], separator: str = "") -> tuple[Part, ...]:

@@ -17,9 +17,10 @@ from yarl import URL
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.messages import to_openai_tool_call
 from nemo_rl.gateway.calls import CallAnswer, CallDelta, CallRequest, StreamStart
-from nemo_rl.gateway.dialects.bodies import MAX_MESSAGES, MAX_TOOLS, Body, Content, make_format_guide, read_text
+from nemo_rl.gateway.dialects.bodies import MAX_MESSAGES, MAX_TOOLS, Body, Content, make_format_guide, read_content
 from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, FindResponse, find_none, render_event
 from nemo_rl.gateway.dialects.openai import OpenAIRequest
+from nemo_rl.gateway.images import TEXT_ONLY, RequestImages
 from nemo_rl.gateway.request_errors import RequestError, make_unsupported_error
 from nemo_rl.gateway.sessions import Echo
 from nemo_rl.types import Guide, Message, Role, ThinkingPart, ToolCall
@@ -73,8 +74,8 @@ class ChatMessage(Body):
     prompt_token_ids: list[int] | None = None
     generation_token_ids: list[int] | None = None
 
-    def message(self, where: str = "messages") -> Message:
-        """Return the message as templates see it; raises RequestError for images, audio and legacy function calls."""
+    def message(self, where: str = "messages", images: RequestImages = TEXT_ONLY) -> Message:
+        """Return the message as templates see it; raises RequestError for audio and legacy function calls."""
         if (self.model_extra or {}).get("function_call"):
             raise make_unsupported_error(f"{where}.function_call", "function_call is not supported; tool_calls are")
         role: Role = "system" if self.role == "developer" else self.role
@@ -82,7 +83,8 @@ class ChatMessage(Body):
         is_thinking = role == "assistant" and self.reasoning_content is not None
         thinking = (ThinkingPart(self.reasoning_content or ""),) if is_thinking else ()
         call_id = self.tool_call_id if role == "tool" else None  # other roles do not answer calls
-        return Message(role, (*thinking, *read_text(self.content, f"{where}.content")), calls, call_id)
+        content = read_content(self.content, f"{where}.content", images if role in ("user", "tool") else TEXT_ONLY)
+        return Message(role, (*thinking, *content), calls, call_id)
 
     def echo(self) -> Echo | None:
         """Return the echoed tokens, if any; raises RequestError for numbers that cannot be token ids."""
@@ -127,10 +129,10 @@ class ChatRequest(OpenAIRequest):
     modalities: list[str] | None = None
     return_token_ids: bool | None = None  # vLLM's: adds the token ids of prompt and response
 
-    def to_call(self) -> CallRequest:
+    def to_call(self, images: RequestImages = TEXT_ONLY) -> CallRequest:
         """Return the neutral call; raises RequestError for unsupported fields."""
         self._reject_unsupported()
-        messages = tuple(message.message(f"messages.{i}") for i, message in enumerate(self.messages))
+        messages = tuple(message.message(f"messages.{i}", images) for i, message in enumerate(self.messages))
         tools = tuple(tool.model_dump(exclude_unset=True) for tool in self.tools or ())  # as the client wrote them
         guide = None if self.response_format is None else self.response_format.guide()
         call = self.make_call(messages, tools, by_format=guide, format_field=FORMAT_FIELD, ignored=IGNORED_FIELDS)
@@ -177,8 +179,14 @@ class ChatCompletions(Dialect):
     paths = ("/chat/completions",)
     needs_session = False
 
-    def parse(self, body: bytes, address: URL, find_response: FindResponse = find_none) -> CallRequest:
-        return ChatRequest.from_json(body).to_call()
+    def parse(
+        self,
+        body: bytes,
+        address: URL,
+        find_response: FindResponse = find_none,
+        images: RequestImages = TEXT_ONLY,
+    ) -> CallRequest:
+        return ChatRequest.from_json(body).to_call(images)
 
     def render(self, call: CallRequest, answer: CallAnswer, encoder: ChatEncoder) -> dict[str, Any]:
         """Return a `chat.completion` object."""

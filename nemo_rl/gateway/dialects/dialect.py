@@ -15,6 +15,7 @@ from yarl import URL
 
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.gateway.calls import CallAnswer, CallDelta, CallRequest, Delta, ReasoningDelta, StreamStart
+from nemo_rl.gateway.images import TEXT_ONLY, RequestImages
 from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.types import Message
 
@@ -44,10 +45,16 @@ class Dialect(ABC):
     needs_session: bool = True  # False: echoed token ids may identify the chain
 
     @abstractmethod
-    def parse(self, body: bytes, address: URL, find_response: FindResponse = find_none) -> CallRequest:
+    def parse(
+        self,
+        body: bytes,
+        address: URL,
+        find_response: FindResponse = find_none,
+        images: RequestImages = TEXT_ONLY,
+    ) -> CallRequest:
         """Return the call that a request makes; raises RequestError that names the first wrong field."""
 
-    def parse_count(self, body: bytes) -> CallRequest:
+    def parse_count(self, body: bytes, images: RequestImages = TEXT_ONLY) -> CallRequest:
         """Return the call whose prompt is to be counted; raises RequestError as `parse` does."""
         raise NotImplementedError
 

@@ -31,8 +31,9 @@ from nemo_rl.gateway.dialects.bodies import (
     sign,
 )
 from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, FindResponse, find_none, render_event
+from nemo_rl.gateway.images import TEXT_ONLY, RequestImages
 from nemo_rl.gateway.request_errors import RequestError, make_missing_error, make_unsupported_error
-from nemo_rl.types import Guide, Message, Part, TextPart, ThinkingPart, ToolCall, ToolResult
+from nemo_rl.types import ContentPart, Guide, Message, Part, TextPart, ThinkingPart, ToolCall, ToolResult
 
 STATUSES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED"}
 STATUSES |= {409: "ABORTED", 429: "RESOURCE_EXHAUSTED"}  # other 4xx: INVALID_ARGUMENT
@@ -41,7 +42,7 @@ IGNORED_PART_FIELDS = frozenset({"thoughtSignature", "partMetadata", "videoMetad
 REFERENCES = frozenset({"$ref", "$defs", "ref", "defs"})  # keys of OpenAPI schemas
 CONFIG = "generationConfig"
 STREAM_ACTION = "streamGenerateContent"
-MODEL_KINDS, USER_KINDS = ("thought", "functionCall", "text"), ("functionResponse", "text")
+MODEL_KINDS, USER_KINDS = ("thought", "functionCall", "text"), ("functionResponse", "text", "inlineData")
 
 
 class CamelBody(Body):
@@ -63,13 +64,36 @@ class GeminiCall(CamelBody):
     args: dict[str, Any] | None = None
 
 
+class Blob(CamelBody):
+    """A file."""
+
+    mime_type: str
+    data: str  # base64, in either alphabet
+
+
+class ResponsePart(CamelBody):
+    """A file beside a result."""
+
+    inline_data: Blob | None = None
+
+
 class FunctionResponse(CamelBody):
-    """A result; `parts` would be images."""
+    """A result; `parts` are images."""
 
     id: str | None = None
     name: Annotated[str, Field(min_length=1)]
     response: dict[str, Any]
-    parts: Annotated[list[Any], Field(max_length=0)] | None = None
+    parts: list[ResponsePart] | None = None
+
+    def read(self, where: str, images: RequestImages) -> ToolResult:
+        """Return the result; raises RequestError for a part that is no image, or for images that are not allowed."""
+        content: list[ContentPart] = [TextPart(self.text())]
+        for i, part in enumerate(self.parts or ()):
+            place = f"{where}.parts.{i}.inlineData"
+            if part.inline_data is None or not images.are_allowed:
+                raise make_unsupported_error(place, f"{place}: results have text, and images if the policy sees")
+            content.append(images.read_base64(part.inline_data.mime_type, part.inline_data.data, f"{place}.data"))
+        return ToolResult(self.id, tuple(content))
 
     def text(self) -> str:
         """Return the only value `output`, or `result` as Google's clients call it, else the whole object."""
@@ -86,13 +110,15 @@ class GeminiPart(CamelBody):
     thought_signature: str | None = None  # checked on the last part of a thought, ignored elsewhere
     function_call: GeminiCall | None = None
     function_response: FunctionResponse | None = None
+    inline_data: Blob | None = None  # an image
 
-    def read(self, where: str, kinds: Sequence[str]) -> Part:
+    def read(self, where: str, kinds: Sequence[str], images: RequestImages) -> Part:
         """Return the part; raises RequestError unless it is one of these `kinds`."""
         given = {to_camel(name) for name in self.model_fields_set} - IGNORED_PART_FIELDS
         given -= {"text"} if self.thought else {"thought"}
         if not given:
             raise make_missing_error(f"{where}.text")
+        kinds = [kind for kind in kinds if images.are_allowed or kind != "inlineData"]
         wrong = sorted(given - set(kinds)) or sorted(given)[1:]
         if wrong:
             text = f"{where}.{wrong[0]}: not supported here; one of {', '.join(kinds)} is"
@@ -100,7 +126,9 @@ class GeminiPart(CamelBody):
         if (call := self.function_call) is not None:
             return ToolCall(call.id or "", call.name, arguments_text(call.args))
         if (result := self.function_response) is not None:
-            return ToolResult(result.id, (TextPart(result.text()),))
+            return result.read(f"{where}.functionResponse", images)
+        if (blob := self.inline_data) is not None:
+            return images.read_base64(blob.mime_type, blob.data, f"{where}.inlineData.data")
         return ThinkingPart(self.text or "") if self.thought else TextPart(self.text or "")
 
 
@@ -245,7 +273,7 @@ class GenerateContentRequest(CamelBody):
     tool_config: ToolConfig = ToolConfig()
     generation_config: GeminiGenerationConfig = GeminiGenerationConfig()
 
-    def to_call(self) -> CallRequest:
+    def to_call(self, images: RequestImages) -> CallRequest:
         """Return the neutral call; raises RequestError for unsupported fields."""
         config = self.generation_config
         for body, prefix in ((self, ""), (config, f"{CONFIG}.")):
@@ -255,7 +283,7 @@ class GenerateContentRequest(CamelBody):
         tools = read_declarations(self.tools)
         forcing = self.tool_config.forcing(tools)
         return CallRequest(
-            _to_messages(self.system_instruction, self.contents),
+            _to_messages(self.system_instruction, self.contents, images),
             tools,
             parses_tool_calls=self.tool_config.function_calling_config.mode != "NONE",
             forcing=forcing,
@@ -308,12 +336,14 @@ class CallIds:
         return result
 
 
-def _to_messages(system: GeminiContent | None, contents: Sequence[GeminiContent]) -> tuple[Message, ...]:
+def _to_messages(
+    system: GeminiContent | None, contents: Sequence[GeminiContent], images: RequestImages
+) -> tuple[Message, ...]:
     """Return contents as messages; consecutive ones of the model, the pieces of a stream, are one message."""
     turns, ids = Turns(), CallIds()
     thinking, last_role = "", None
     if system is not None:
-        texts = [part.read(where, ("text",)) for where, part in system.located_parts("systemInstruction")]
+        texts = [part.read(where, ("text",), TEXT_ONLY) for where, part in system.located_parts("systemInstruction")]
         turns.add("system", merge_texts(texts, "\n"))
     for i, each in enumerate(contents):
         role = "assistant" if each.role == "model" else "user"
@@ -321,7 +351,7 @@ def _to_messages(system: GeminiContent | None, contents: Sequence[GeminiContent]
             ids.begin_turn()
         parts: list[Part] = []
         for where, part in each.located_parts(f"contents.{i}"):
-            read = part.read(where, MODEL_KINDS if role == "assistant" else USER_KINDS)
+            read = part.read(where, *((MODEL_KINDS, TEXT_ONLY) if role == "assistant" else (USER_KINDS, images)))
             thinking = thinking + read.text if isinstance(read, ThinkingPart) else ""
             if part.thought and part.thought_signature is not None:
                 check_signature(part.thought_signature, thinking, f"{where}.thoughtSignature")
@@ -343,17 +373,23 @@ class Gemini(Dialect):
     key_headers = ("X-Goog-API-Key",)
     key_parameters = ("key",)
 
-    def parse(self, body: bytes, address: URL, find_response: FindResponse = find_none) -> CallRequest:
-        call = GenerateContentRequest.from_json(body).to_call()
+    def parse(
+        self,
+        body: bytes,
+        address: URL,
+        find_response: FindResponse = find_none,
+        images: RequestImages = TEXT_ONLY,
+    ) -> CallRequest:
+        call = GenerateContentRequest.from_json(body).to_call(images)
         model, _, action = address.path.partition("/models/")[2].rpartition(":")
         stream = action == STREAM_ACTION
         if stream and address.query.get("alt") != "sse":
             raise make_unsupported_error("alt", "alt: a stream consists of events; add ?alt=sse")
         return replace(call, model=model, stream=stream)
 
-    def parse_count(self, body: bytes) -> CallRequest:
+    def parse_count(self, body: bytes, images: RequestImages = TEXT_ONLY) -> CallRequest:
         parsed = CountTokensRequest.from_json(body)
-        return (parsed.generate_content_request or parsed).to_call()
+        return (parsed.generate_content_request or parsed).to_call(images)
 
     def render_count(self, num_tokens: int) -> dict[str, Any]:
         return {"totalTokens": num_tokens}

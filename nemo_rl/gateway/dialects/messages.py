@@ -18,7 +18,7 @@ from nemo_rl.gateway.dialects.bodies import (
     MAX_TOOLS,
     Body,
     Content,
-    TextBlock,
+    ContentBlock,
     Turns,
     arguments_object,
     arguments_text,
@@ -29,22 +29,23 @@ from nemo_rl.gateway.dialects.bodies import (
     make_tool_type_error,
     merge_texts,
     names_of,
-    read_text,
+    read_content,
     sign,
 )
 from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, FindResponse, find_none, render_event
+from nemo_rl.gateway.images import TEXT_ONLY, RequestImages
 from nemo_rl.gateway.request_errors import RequestError, make_missing_error, make_unsupported_error
 from nemo_rl.types import Guide, Message, Part, TextPart, ThinkingPart, ToolCall, ToolResult
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERROR_TYPES |= {429: "rate_limit_error"}  # other 4xx: invalid_request_error
 IGNORED_FIELDS = frozenset({"metadata", "service_tier", "cache_control", "betas"})  # not logged
-USER_BLOCKS = ("tool_result",)  # besides text
+USER_BLOCKS = ("tool_result",)  # besides text and images
 ASSISTANT_BLOCKS = ("thinking", "redacted_thinking", "tool_use")
 
 
-class Block(TextBlock):
-    """A part of a content: text, thinking, a tool call or a tool result."""
+class Block(ContentBlock):
+    """A part of a content: text, an image, thinking, a tool call or a tool result."""
 
     thinking: str | None = None
     signature: str | None = None
@@ -54,10 +55,10 @@ class Block(TextBlock):
     tool_use_id: str | None = None
     content: "str | list[Block] | None" = None
 
-    def read(self, where: str, kinds: Sequence[str]) -> Part | None:
-        """Return the part, None for redacted thinking; raises RequestError unless it is text or one of `kinds`."""
+    def read(self, where: str, kinds: Sequence[str], images: RequestImages) -> Part | None:
+        """Return the part, None for redacted thinking; raises RequestError unless it is content or of `kinds`."""
         if self.type not in kinds:
-            return TextPart(self.read_text(where))
+            return self.read_content(where, images)
         if self.type == "redacted_thinking":
             return None
         if self.type == "thinking":
@@ -65,7 +66,7 @@ class Block(TextBlock):
             return ThinkingPart(self.thinking or "")
         if self.type == "tool_result":
             call_id = self._required("tool_use_id", where)
-            return ToolResult(call_id, read_text(self.content, f"{where}.content"))
+            return ToolResult(call_id, read_content(self.content, f"{where}.content", images))
         call_id, name, arguments = (self._required(key, where) for key in ("id", "name", "input"))
         return ToolCall(call_id, name, arguments_text(arguments))
 
@@ -80,12 +81,12 @@ class Turn(Body):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
-    def read(self, where: str) -> tuple[Part, ...]:
+    def read(self, where: str, images: RequestImages) -> tuple[Part, ...]:
         """Return the parts; raises RequestError for a block that the role cannot have."""
         if isinstance(self.content, str):
             return (TextPart(self.content),) if self.content else ()
         kinds, separator = (ASSISTANT_BLOCKS, "") if self.role == "assistant" else (USER_BLOCKS, "\n")
-        parts = [block.read(f"{where}.{i}", kinds) for i, block in enumerate(self.content)]
+        parts = [block.read(f"{where}.{i}", kinds, images) for i, block in enumerate(self.content)]
         return merge_texts([part for part in parts if part is not None], separator)
 
 
@@ -163,12 +164,12 @@ class MessagesRequest(Body):
     output_format: JsonFormat | None = None  # its name in the beta of structured outputs
     stream: bool | None = None
 
-    def to_call(self) -> CallRequest:
+    def to_call(self, images: RequestImages) -> CallRequest:
         """Return the neutral call; raises RequestError for unsupported fields."""
         self.reject_fields(format_field="output_config.format")
         if self.context_management is not None:
             self.context_management.reject_edits()
-        system = () if self.system is None else (Message("system", read_text(self.system, "system")),)
+        system = () if self.system is None else (Message("system", read_content(self.system, "system")),)
         tools = tuple(tool.read(f"tools.{i}") for i, tool in enumerate(self.tools or ()))
         choice = self.tool_choice or TypedChoice(type="auto")
         forcing = choice.forcing(tools)
@@ -176,7 +177,7 @@ class MessagesRequest(Body):
         has_effort = self.output_config is not None and self.output_config.effort is not None
         ignored = self.extra_fields().keys() | ({"output_config.effort"} if has_effort else set())
         return CallRequest(
-            (*system, *_to_messages(self.messages)),
+            (*system, *_to_messages(self.messages, images)),
             tools,
             parses_tool_calls=choice.type != "none",
             allows_parallel_calls=not choice.disable_parallel_tool_use,
@@ -202,10 +203,12 @@ class MessagesRequest(Body):
         return self.output_config.format.guide("output_config.format"), "output_config.format"
 
 
-def _to_messages(said: Sequence[Turn]) -> tuple[Message, ...]:
+def _to_messages(said: Sequence[Turn], images: RequestImages) -> tuple[Message, ...]:
     turns = Turns()
     for i, turn in enumerate(said):
-        turns.add(turn.role, turn.read(f"messages.{i}.content"), begins=True)
+        turns.add(
+            turn.role, turn.read(f"messages.{i}.content", images if turn.role == "user" else TEXT_ONLY), begins=True
+        )
     return turns.messages_to_answer("messages")
 
 
@@ -216,14 +219,20 @@ class Messages(Dialect):
     count_paths = ("/messages/count_tokens",)
     key_headers = ("X-API-Key",)
 
-    def parse(self, body: bytes, address: URL, find_response: FindResponse = find_none) -> CallRequest:
+    def parse(
+        self,
+        body: bytes,
+        address: URL,
+        find_response: FindResponse = find_none,
+        images: RequestImages = TEXT_ONLY,
+    ) -> CallRequest:
         parsed = MessagesRequest.from_json(body)
         if parsed.max_tokens is None:
             raise make_missing_error("max_tokens")
-        return parsed.to_call()
+        return parsed.to_call(images)
 
-    def parse_count(self, body: bytes) -> CallRequest:
-        return MessagesRequest.from_json(body).to_call()
+    def parse_count(self, body: bytes, images: RequestImages = TEXT_ONLY) -> CallRequest:
+        return MessagesRequest.from_json(body).to_call(images)
 
     def render_count(self, num_tokens: int) -> dict[str, Any]:
         return {"input_tokens": num_tokens}

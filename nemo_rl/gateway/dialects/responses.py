@@ -22,14 +22,15 @@ from nemo_rl.gateway.dialects.bodies import (
     MAX_TOOLS,
     Body,
     Content,
-    TextBlock,
+    ContentBlock,
     Turns,
     make_format_guide,
     make_tool_type_error,
-    read_text,
+    read_content,
 )
 from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, FindResponse, find_none, render_event
 from nemo_rl.gateway.dialects.openai import OpenAIRequest
+from nemo_rl.gateway.images import TEXT_ONLY, RequestImages
 from nemo_rl.gateway.request_errors import RequestError, make_missing_error, make_unsupported_error
 from nemo_rl.types import Message, Part, Role, TextPart, ThinkingPart, ToolCall, ToolResult
 
@@ -48,14 +49,14 @@ class Item(Body):
     id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
-    summary: list[TextBlock] | None = None  # summary of reasoning; read if there is no content
+    summary: list[ContentBlock] | None = None  # summary of reasoning; read if there is no content
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None  # namespace of the called function
     arguments: str | None = None
     output: Content | None = None
 
-    def read(self, where: str, find_response: FindResponse) -> tuple[Role, tuple[Part, ...]]:
+    def read(self, where: str, find_response: FindResponse, images: RequestImages) -> tuple[Role, tuple[Part, ...]]:
         """Return the role and the parts of the item; raises RequestError for an unsupported type or content."""
         if self.type == "item_reference":
             return "assistant", find_item(self._required("id", where), find_response, f"{where}.id")
@@ -68,16 +69,16 @@ class Item(Body):
             if self.output is None:
                 raise make_missing_error(f"{where}.output")
             call_id = self._required("call_id", where)
-            return "tool", (ToolResult(call_id, read_text(self.output, f"{where}.output")),)
+            return "tool", (ToolResult(call_id, read_content(self.output, f"{where}.output", images)),)
         if self.type != "message":
             text = f"{where}.type: items of type {self.type!r} are not supported"
             raise make_unsupported_error(f"{where}.type", text)
         if self.role == "assistant":
-            return "assistant", read_text(self.content, f"{where}.content", separator="")
+            return "assistant", read_content(self.content, f"{where}.content", separator="")
         if self.content is None:
             raise make_missing_error(f"{where}.content")
         role: Role = "system" if self._required("role", where) in ("system", "developer") else "user"
-        return role, read_text(self.content, f"{where}.content")
+        return role, read_content(self.content, f"{where}.content", images if role == "user" else TEXT_ONLY)
 
     @property
     def begins_response(self) -> bool:
@@ -184,13 +185,13 @@ class ResponsesRequest(OpenAIRequest):
     truncation: Literal["auto", "disabled"] | None = None
     text: TextOptions | None = None
 
-    def to_call(self, find_response: FindResponse) -> CallRequest:
+    def to_call(self, find_response: FindResponse, images: RequestImages) -> CallRequest:
         """Return the neutral call; raises RequestError for unsupported fields."""
         tools = read_flat_tools(self.tools or ())
         form = None if self.text is None else self.text.format
         guide = None if form is None else make_format_guide(form.type, form.schema_, f"{FORMAT_FIELD}.schema")
         instructions = () if self.instructions is None else (Message("system", self.instructions),)
-        messages = (*instructions, *_to_messages(self.input, find_response))
+        messages = (*instructions, *_to_messages(self.input, find_response, images))
         call = self.make_call(messages, tools, by_format=guide, format_field=FORMAT_FIELD, ignored=IGNORED_FIELDS)
         return replace(
             call,
@@ -219,13 +220,13 @@ class ResponsesRequest(OpenAIRequest):
         }
 
 
-def _to_messages(items: str | list[Item], find_response: FindResponse) -> tuple[Message, ...]:
+def _to_messages(items: str | list[Item], find_response: FindResponse, images: RequestImages) -> tuple[Message, ...]:
     """Return items as messages; the assistant's items of one response are one message."""
     if isinstance(items, str):
         return (Message("user", items),)
     turns = Turns()
     for i, item in enumerate(items):
-        turns.add(*item.read(f"input.{i}", find_response), begins=item.begins_response)
+        turns.add(*item.read(f"input.{i}", find_response, images), begins=item.begins_response)
     return turns.messages()
 
 
@@ -238,8 +239,14 @@ class Responses(Dialect):
 
     paths = ("/responses",)
 
-    def parse(self, body: bytes, address: URL, find_response: FindResponse = find_none) -> CallRequest:
-        return ResponsesRequest.from_json(body).to_call(find_response)
+    def parse(
+        self,
+        body: bytes,
+        address: URL,
+        find_response: FindResponse = find_none,
+        images: RequestImages = TEXT_ONLY,
+    ) -> CallRequest:
+        return ResponsesRequest.from_json(body).to_call(find_response, images)
 
     def render(self, call: CallRequest, answer: CallAnswer, encoder: ChatEncoder) -> dict[str, Any]:
         """Return a `response` object."""
