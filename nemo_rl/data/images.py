@@ -60,7 +60,7 @@ class ImageReader:
         if not isinstance(value, str) or not value:
             raise DataError(f"{where} is {_short(value)}; allowed: a data URL, a path, or a file's bytes")
         if value[:5].lower() == "data:":
-            return self.check(self.decode_url(value, where), where)
+            return self.read_data_url(value, where)
         if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:", value):
             raise DataError(f"{where} is {_short(value)}: nothing is fetched; allowed: a data URL or a path")
         return self.check(self._read_file(value, where), where)
@@ -69,6 +69,12 @@ class ImageReader:
         """Return the image in a file's bytes; raises DataError for a file that is too large, damaged or no image."""
         decode(file, where, self.limits)
         return ImagePart(hashlib.sha256(file).hexdigest(), file)
+
+    def read_data_url(self, value: Any, where: str) -> ImagePart:
+        """Return the image of a data URL; raises DataError for anything else."""
+        if not isinstance(value, str):
+            raise DataError(f"{where} is {_short(value)}; allowed: data:image/png;base64,...")
+        return self.check(self.decode_url(value, where), where)
 
     def decode_url(self, url: str, where: str) -> bytes:
         """Return the bytes in a data URL, unchecked but for their number; raises DataError for another URL."""

@@ -5,7 +5,7 @@ A plain string is a valid content everywhere. gateway/dialects/ reads the bodies
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -93,13 +93,13 @@ def parse_messages(row: Mapping[str, Any], *, images: ImageReader | None = None)
     if not isinstance(row["messages"], list | tuple):
         raise DataError(f"messages is {row['messages']!r:.80}, not a list of messages")
     if images is not None:
-        _check_image_count(row["messages"], images.limits.max_count)
+        contents = (item.get("content") if isinstance(item, Mapping) else None for item in row["messages"])
+        check_image_count(contents, images.limits.max_count)
     return tuple(parse_message(item, f"messages[{i}]", images=images) for i, item in enumerate(row["messages"]))
 
 
-def _check_image_count(items: Sequence[Any], limit: int) -> None:
-    """Raise DataError for more images than a row may have, before any of them is read."""
-    contents = [item.get("content") for item in items if isinstance(item, Mapping)]
+def check_image_count(contents: Iterable[Any], limit: int) -> None:
+    """Raise DataError for more images in messages than a row may have, before any of them is read."""
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
     count = sum(1 for part in parts if isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES)
     if count > limit:

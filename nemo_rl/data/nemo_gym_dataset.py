@@ -1,7 +1,7 @@
 """The nemo_gym dataset: NeMo Gym's rows as prompts, with the agent that runs them and what its model is asked first.
 
 A row is passed to its agent unchanged except for parameters that the gateway would refuse. The messages and tools made
-of it here are for tables and for the check of lengths.
+of it here are for tables and for the check of lengths. Images are data URLs, which the agents send to the gateway.
 """
 
 import logging
@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.config.data import DatasetConfig, DatasetEntry
+from nemo_rl.data.images import ImageReader
+from nemo_rl.data.messages import check_image_count
 from nemo_rl.data.row_sources import check_data_file, require_data_path
 from nemo_rl.data.rows import Row, RowFile
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.types import Message, Prompt, Role, ToolCall
+from nemo_rl.types import ContentPart, Message, Prompt, Role, TextPart, ToolCall
 
 if TYPE_CHECKING:
     from nemo_rl.data.prompts import LazyPrompts
@@ -40,7 +42,10 @@ def open_nemo_gym_prompts(section: DatasetConfig, dataset: str, *, key: str) -> 
     file = RowFile(Path(require_data_path(section, f"{key}.data_path")), limit=section.size)
     if not len(file):
         raise DataError(f"{key}: {file.path} has no rows")
-    return LazyPrompts(file, NemoGymPromptMaker(section.env_name or NEMO_GYM, section.agent_name or "", dataset))
+    images = None if section.images is None else ImageReader(section.images)
+    return LazyPrompts(
+        file, NemoGymPromptMaker(section.env_name or NEMO_GYM, section.agent_name or "", dataset, images)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class NemoGymPromptMaker:
     task_name: str
     default_agent: str  # for rows without agent_ref; empty: they are refused
     dataset: str  # empty: the row's agent
+    images: ImageReader | None = None  # None: images are refused
     logged: set[str] = field(default_factory=set)
 
     def __call__(self, row: Mapping[str, Any]) -> Prompt:
@@ -64,7 +70,7 @@ class NemoGymPromptMaker:
         return Prompt(
             "",
             self.task_name,
-            tuple(_convert_input(parameters.get("input"))),
+            tuple(_convert_input(parameters.get("input"), self.images)),
             {"row": sent},
             tuple(_convert_tools(parameters.get("tools"))),
             dataset=self.dataset or agent_name,
@@ -125,12 +131,14 @@ def _unsupported_parameters(parameters: Mapping[str, Any]) -> Iterator[str]:
     yield from (name for name in ("top_logprobs", "stream", "background") if parameters.get(name))
 
 
-def _convert_input(value: Any) -> Iterator[Message]:
+def _convert_input(value: Any, images: ImageReader | None) -> Iterator[Message]:
     """Yield the messages of an `input` as Gym's model servers send them: a turn of the model is one message."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"responses_create_params.input is {_format_value(value)}, not text or a list of items")
+    if images is not None:
+        check_image_count((_parts_of(item) for item in value), images.limits.max_count)
     said, calls = "", []
     for index, item in enumerate(value):
         kind = item.get("type") or "message" if isinstance(item, dict) else None
@@ -143,40 +151,61 @@ def _convert_input(value: Any) -> Iterator[Message]:
         elif kind == "function_call":
             calls.append(ToolCall(item.get("call_id") or "", item["name"], item["arguments"]))
         elif kind == "message" and item.get("role") == "assistant":
-            said += _join_content(item.get("content"), where, between="")
+            said += "".join(_read_texts(item.get("content"), f"{where}.content"))
         else:
             if said or calls:
                 yield Message("assistant", said, tuple(calls))
                 said, calls = "", []
-            yield _convert_message(kind, item, where)
+            yield _convert_message(kind, item, where, images)
     if said or calls:
         yield Message("assistant", said, tuple(calls))
 
 
-def _convert_message(kind: str | None, item: Any, where: str) -> Message:
+def _convert_message(kind: str | None, item: Any, where: str, images: ImageReader | None) -> Message:
     """Return the message of an item that the model did not write."""
     if kind == "function_call_output":
-        return Message("tool", str(item["output"]), tool_call_id=item.get("call_id"))
+        output = item["output"]
+        content = _read_parts(output, f"{where}.output", images) if isinstance(output, list) else str(output)
+        return Message("tool", content, tool_call_id=item.get("call_id"))
     if kind != "message":
         raise DataError(f"{where} is {_format_value(item)}, not a message or a call with its output")
     role = item.get("role")
     if role not in ROLES:
         raise DataError(f"{where}.role is {role!r}; known: {', '.join(ROLES)}")
-    return Message(ROLES[role], _join_content(item.get("content"), where, between="\n"))
+    return Message(
+        ROLES[role], _read_parts(item.get("content"), f"{where}.content", images if role == "user" else None)
+    )
 
 
-def _join_content(content: Any, where: str, *, between: str) -> str:
+def _parts_of(item: Any) -> Any:
+    return (item.get("content") or item.get("output")) if isinstance(item, dict) else None
+
+
+def _read_parts(content: Any, where: str, images: ImageReader | None) -> str | tuple[ContentPart, ...]:
+    """Return a content as one text, or with images its parts; texts are lines."""
+    if images is None or not isinstance(content, list):
+        return "\n".join(_read_texts(content, where))
+    parts = [
+        images.read_data_url(part.get("image_url"), f"{where}[{i}].image_url")
+        if isinstance(part, dict) and part.get("type") == "input_image"
+        else TextPart(_part_text(part, f"{where}[{i}]", reads="text and images"))
+        for i, part in enumerate(content)
+    ]
+    return tuple(parts)
+
+
+def _read_texts(content: Any, where: str) -> list[str]:
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
-        raise DataError(f"{where}.content is {_format_value(content)}, not text or a list of parts")
-    return between.join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+        raise DataError(f"{where} is {_format_value(content)}, not text or a list of parts")
+    return [_part_text(part, f"{where}[{i}]") for i, part in enumerate(content)]
 
 
-def _part_text(part: Any, where: str) -> str:
+def _part_text(part: Any, where: str, *, reads: str = "text") -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in (*TEXT_PARTS, "summary_text") or not isinstance(part.get("text"), str):
-        raise DataError(f"{where} is a part of type {kind!r}: this policy reads text")
+        raise DataError(f"{where} is a part of type {kind!r}: this policy reads {reads}")
     return part["text"]
 
 

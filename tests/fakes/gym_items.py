@@ -21,7 +21,7 @@ def messages(items: Sequence[Body]) -> list[Body]:
             if kind == "function_call_output":
                 found.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]})
             else:
-                found.append({"role": item["role"], "content": item["content"]})
+                found.append({"role": item["role"], "content": chat_content(item["content"])})
             continue
         if said is None:
             said = {"role": "assistant", "content": None, "tool_calls": []}
@@ -34,6 +34,18 @@ def messages(items: Sequence[Body]) -> list[Body]:
         said |= {name: item[name] for name in TOKEN_FIELDS if name in item}
     # Gym leaves out an assistant's message that says nothing, and its tokens with it.
     return [m for m in found if m["role"] != "assistant" or m["content"] or m["tool_calls"]]
+
+
+def chat_content(content: Any) -> Any:
+    """Return the content of a Responses message as Gym's converter writes it for chat completions."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail", "auto")}}
+        if part["type"] == "input_image"
+        else {"type": "text", "text": part["text"]}
+        for part in content
+    ]
 
 
 def output_items(message: Body) -> list[Body]:

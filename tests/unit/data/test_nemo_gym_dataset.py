@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from nemo_rl.config.data import DataConfig, DatasetConfig
+from nemo_rl.data.images import to_data_url
 from nemo_rl.data.nemo_gym_dataset import TASK_ID
 from nemo_rl.data.prompt_sets import PromptSet, load_prompt_sets
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.types import Message, ToolCall
+from nemo_rl.types import Message, TextPart, ToolCall, ToolResult
+from tests.fakes.vision import picture
 
 MATH, CARDS = {"name": "math_agent"}, {"name": "blackjack_agent", "type": "responses_api_agents"}
 
@@ -117,6 +119,36 @@ def test_items_of_a_conversation_become_messages_and_tools_those_of_templates(se
 def test_a_row_that_no_agent_could_run_is_named_at_the_start(section, broken: Any, problem: str) -> None:
     with pytest.raises(DataError, match=rf"rows\.jsonl:3: .*{problem}"):
         train_set(section(row(), "", broken))
+
+
+PICTURE = picture(1)
+URL = to_data_url(PICTURE)
+
+
+def test_images_of_a_row_are_data_urls_which_its_agent_sends(section) -> None:
+    shown = {"type": "input_image", "image_url": URL, "detail": "auto"}
+    asked = {"role": "user", "content": [shown, {"type": "input_text", "text": "what?"}]}
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    answered = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "it"}, shown]}
+    (prompt,) = train_set(section(row(input=[asked, call, answered]), images={})).prompts
+    assert prompt.messages[0] == Message("user", (PICTURE, TextPart("what?")))
+    assert prompt.messages[2] == Message("tool", (ToolResult("c", (TextPart("it"), PICTURE)),))
+    assert prompt.env_state["row"]["responses_create_params"]["input"] == [asked, call, answered]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ([{"type": "input_image", "image_url": "https://example.com/a.png"}], r"content\[0\]\.image_url .*fetched"),
+        ([{"type": "input_image", "file_id": "f"}], r"content\[0\]\.image_url is None; allowed: data:image"),
+        ([{"type": "input_image", "image_url": URL[:-60]}], r"content\[0\]\.image_url .*no image"),
+        ([{"type": "input_image", "image_url": URL}] * 9, "messages have 9 images; allowed: images.max_count = 8"),
+        ([{"type": "input_file"}], "type 'input_file': this policy reads text and images"),
+    ],
+)
+def test_images_that_no_agent_could_show_are_named_at_the_start(section, content: Any, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        train_set(section(row(input=[{"role": "user", "content": content}]), images={}))
 
 
 def test_what_the_policy_would_refuse_is_dropped_with_one_note(section, caplog) -> None:

@@ -3,15 +3,19 @@
 import asyncio
 import json
 import logging
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_rl import batch as keys
 from nemo_rl.config.shared_sections import GatewayConfig
-from nemo_rl.data.chat import flat_token_ids
+from nemo_rl.data.chat import ChatEncoder, flat_token_ids
+from nemo_rl.data.images import to_data_url
+from nemo_rl.data.vision import ImageEncoder
 from nemo_rl.environments.nemo_gym.client import GymClient
 from nemo_rl.environments.nemo_gym.entry import NemoGymConfig
 from nemo_rl.environments.nemo_gym.failures import CLASS_OF_KIND, CLASS_OF_STAGE
@@ -24,9 +28,11 @@ from nemo_rl.experience.rollout_dependencies import RolloutDependencies, Rollout
 from nemo_rl.experience.rollout_dispatch import run_rollouts
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.experience.turns import RolloutJob
+from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.types import (
+    Completion,
     FailureClass,
     GenerationRequest,
     Message,
@@ -35,11 +41,13 @@ from nemo_rl.types import (
     StopReason,
     Trajectory,
     TrajectoryGroup,
+    placed_images,
 )
 from tests.fakes import gym_stack
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.gym_stack import FakeGymStack, Script, row_of, script_of_row
 from tests.fakes.gym_vocabulary import KINDS, STAGES
+from tests.fakes.vision import picture, save_vision_model
 from tests.unit.experience.rollout_setup import LIMITS, check_environment
 from tests.unit.gateway.engines import DEADLINE_S, SpeakingGeneration, codec_of, encoder_of, rules, tokens_of
 
@@ -78,6 +86,7 @@ def use(
     body: Callable[[Setup], Awaitable[None]],
     *,
     generation: SpeakingGeneration | None = None,
+    codec: Codec | None = None,
     script: Callable[..., Script] = script_of_row,
     max_model_len: int = 4096,
     stall_timeout_s: float = DEADLINE_S,
@@ -91,7 +100,8 @@ def use(
         engine = generation or SpeakingGeneration("chatml", hello)
         the_rules = rules(max_model_len=max_model_len)
         section_of_gateway = GatewayConfig(num_servers=2, max_captured_mib=1)
-        manager = await GatewayManager.start(engine, codec_of("chatml"), the_rules, section_of_gateway)
+        spoken = codec or codec_of("chatml")
+        manager = await GatewayManager.start(engine, spoken, the_rules, section_of_gateway)
         policy = {"policy_base_url": manager.default_base_url, "policy_api_key": manager.api_key}
         async with FakeGymStack(script=script, front=front, **policy) as stack:
             settings: dict[str, Any] = {"timeout_s": DEADLINE_S, "retry_backoff_s": 0.01} | section
@@ -101,7 +111,7 @@ def use(
             dependencies = RolloutDependencies(
                 engine,
                 {"game": check_environment(FakeEnvironment())},
-                encoder_of("chatml"),
+                spoken.encoder,
                 replace(LIMITS, max_total_length=max_model_len, stall_timeout_s=stall_timeout_s),
                 gyms={"gym": runtime},
             )
@@ -207,6 +217,33 @@ def test_tools_and_their_results_are_context_and_what_was_sampled_is_trained() -
     sampled = [m.token_ids for m in trajectory.message_log if m.is_generated]
     assert sampled == [tokens_of("qwen3", call), tokens_of("qwen3", "It is 7.")]
     assert trajectory.failure is None
+
+
+class SeeingEngine(SpeakingGeneration):
+    """Says the same of every picture, with log-probs that the pictures decide."""
+
+    def _answer_to(self, request: GenerationRequest) -> Completion:
+        ids = (*b"hello", *request.sampling.stop_token_ids)
+        draws = random.Random(f"{request.seed}{[placed.features.digest for placed in request.images]}")
+        return Completion(request.request_id, ids, tuple(-draws.random() for _ in ids), "stop")
+
+
+def test_rows_with_images_are_rollouts_of_their_own_pictures(tmp_path: Path) -> None:
+    """The tokens of all rollouts are equal, so that Gym's echoes tell them apart by their pictures alone."""
+    save_vision_model("idefics3", tmp_path)
+    images = ImageEncoder.load(str(tmp_path))
+    codec = Codec(ChatEncoder(images._processor.tokenizer, images=images))
+    pictures = [picture(seed) for seed in range(6)]
+    rows = []
+    for each in pictures:
+        shown = {"type": "input_image", "image_url": to_data_url(each), "detail": "auto"}
+        rows.append(row_of([shown, {"type": "input_text", "text": "what?"}]))  # type: ignore[arg-type]
+    rollouts = rollouts_of(*rows, codec=codec, generation=SeeingEngine("chatml", hello), script=scripted(turns=2))
+    assert [rollout.failure for rollout in rollouts] == [None] * 6
+    assert len({flat_token_ids(rollout.message_log) for rollout in rollouts}) == 1
+    for rollout, own in zip(rollouts, pictures, strict=True):
+        assert [placed.features.digest for placed in placed_images(rollout.message_log)] == [own.digest]
+        assert sum(message.is_generated for message in rollout.message_log) == 2
 
 
 def test_equal_samples_of_a_group_stay_rollouts_of_their_own() -> None:
