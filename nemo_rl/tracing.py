@@ -203,6 +203,11 @@ def trace_environment() -> dict[str, str]:
     return {name.upper(): value for name, value in trace_headers().items()}
 
 
+def collector_address() -> str | None:
+    """Return the OTLP address that spans of this run are sent to, for processes with spans of their own, or None."""
+    return None if _tracer is None else _tracer.collector
+
+
 @contextmanager
 def within(context: SpanContext | None) -> Iterator[None]:
     """Let spans in the block belong to the span of this identity; None: to the current one."""
@@ -225,11 +230,19 @@ class _Track:
 class Tracer:
     """Collects the spans of this process until it is closed, and writes them to `sinks` on a thread of its own.
 
-    A sink that raises is left out from then on. At most one tracer is open in a process.
+    A sink that raises is left out from then on. At most one tracer is open in a process. `collector` is the address
+    that one of the sinks sends spans to.
     """
 
-    def __init__(self, sinks: Sequence[TraceSink], clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        sinks: Sequence[TraceSink],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        collector: str | None = None,
+    ) -> None:
         self.clock_ns = clock_ns
+        self.collector = collector
         self.num_dropped = 0  # records that came faster than they could be written
         self.errors: list[tuple[TraceSink, Exception]] = []
         self._sinks = list(sinks)

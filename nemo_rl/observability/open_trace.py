@@ -26,7 +26,7 @@ def open_trace(section: TraceConfig, run_dir: Path, lost: LostRecords) -> Iterat
     sinks: list[TraceSink] = [TraceFile(run_dir / TRACE_FILE)]
     if section.otlp_endpoint is not None:
         sinks.append(_open_otlp(section.otlp_endpoint, run_dir.name))
-    tracer = Tracer(sinks)
+    tracer = Tracer(sinks, collector=section.otlp_endpoint)
     try:
         with tracer:
             yield

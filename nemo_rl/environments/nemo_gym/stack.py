@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -26,10 +26,18 @@ from nemo_rl.environments.nemo_gym.reply import GymError, GymStackEnded, GymUnav
 from nemo_rl.environments.nemo_gym.servers import STACK_ID_KEY, discover, find_unresponsive_servers
 from nemo_rl.environments.nemo_gym.workspace import write_workspace
 from nemo_rl.errors import ConfigError
+from nemo_rl.tracing import collector_address
 
 STACK_ID_VARIABLE = "NEMO_RL_GYM_STACK"  # the stack's id in the environment of each of its processes, to find them
 START_SCRIPT = "import sys; sys.argv = ['gym', 'env', 'start']; from nemo_gym.cli.main import main; sys.exit(main())"
 IN_GYM = Path(__file__).with_name("in_gym")  # modules for Gym's processes
+TRACED = IN_GYM / "traced"  # those of a stack whose spans are sent
+TRACE_VARIABLES = {  # for FastAPI, which makes the spans of Gym's servers
+    "FASTAPI_OTEL_AUTO_CONFIGURE": "true",
+    "OTEL_TRACES_SAMPLER": "parentbased_always_off",  # spans of rollouts; those of probes have no parent
+    "OTEL_BSP_SCHEDULE_DELAY": "500",  # milliseconds between two exports
+    "OTEL_BSP_MAX_QUEUE_SIZE": "65536",  # spans between two exports; later ones are dropped
+}
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # for the supervisor to end
 RAY_IS_LATE = "The current node timed out during startup"  # Ray's error at its limits for its own start
@@ -124,7 +132,10 @@ class GymStack:
         write_workspace(directory, python, OmegaConf.to_container(merged, resolve=False))  # pyright: ignore
         logger.info("starting NeMo Gym; its log is %s", log_file)
         ray_limits = dict.fromkeys(RAY_LIMITS, str(math.ceil(section.start_timeout_s / RAY_STARTS)))
-        process = _spawn(python, directory, log_file, {**ray_limits, **os.environ, STACK_ID_VARIABLE: stack_id})
+        collector = None if OmegaConf.select(merged, "telemetry.enabled") else collector_address()  # Gym's own
+        variables = {**ray_limits, **trace_variables(collector), **os.environ, STACK_ID_VARIABLE: stack_id}
+        modules = [IN_GYM] if collector is None else [TRACED, IN_GYM]
+        process = _spawn(python, directory, log_file, variables, modules)
         return cls(process, f"http://{head.host}:{head.port}", log_file, stack_id)
 
     async def _wait_until_ready(self, timeout_s: float, key: str) -> None:
@@ -179,15 +190,20 @@ class GymStack:
         return f"; the end of {self.log_file}:\n" + "\n".join(lines or ["(empty)"])
 
 
+def trace_variables(collector: str | None) -> dict[str, str]:
+    """Return the variables by which the spans of a stack go to a collector; none without one."""
+    return {} if collector is None else {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": collector, **TRACE_VARIABLES}
+
+
 def _spawn(
-    python: GymPython, directory: Path, log_file: Path, variables: Mapping[str, str]
+    python: GymPython, directory: Path, log_file: Path, variables: Mapping[str, str], modules: Sequence[Path]
 ) -> "subprocess.Popen[bytes]":
     # Excluded: modules of this Python, an environment of uv, a Ray cluster of another Python version. Without bytecode
     # each of the processes would compile all that it imports, at every start.
     excluded = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RAY_ADDRESS", "PYTHONDONTWRITEBYTECODE")
     environment = {name: value for name, value in variables.items() if name not in excluded}
     environment |= {
-        "PYTHONPATH": str(IN_GYM),
+        "PYTHONPATH": os.pathsep.join(map(str, modules)),
         "RAY_ADDRESS": "local",  # even if a cluster runs on this machine
         "PATH": f"{python.prefix / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONUNBUFFERED": "1",

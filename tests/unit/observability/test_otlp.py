@@ -1,46 +1,15 @@
 """Spans as an OpenTelemetry collector receives them, over HTTP."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from nemo_rl.config.shared_sections import TraceConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.observability.lost_records import LostRecords
 from nemo_rl.observability.open_trace import open_trace
 from nemo_rl.tracing import span
-
-
-@contextmanager
-def collector(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the address of a collector, and the requests that it receives."""
-    received: list[Any] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            received.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Write nothing."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", received
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+from tests.support.otlp_collector import collector
 
 
 def section(endpoint: str) -> TraceConfig:

@@ -18,6 +18,7 @@ from nemo_rl.environments.nemo_gym.entry import NemoGymConfig, ServedPolicy
 from nemo_rl.environments.nemo_gym.reply import GymInvalidReply, GymRefused, GymStackEnded, GymUnavailable
 from nemo_rl.environments.nemo_gym.stack import RAY_STARTS, GymStack
 from nemo_rl.errors import ConfigError
+from nemo_rl.tracing import Tracer
 from tests.unit.environments.nemo_gym.fake_python import fake_environment
 from tests.unit.environments.nemo_gym.processes import is_alive, wait_until
 
@@ -104,6 +105,34 @@ def test_a_stack_keeps_the_bytecode_of_what_it_imports(
 
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     with_stack(section("serves"), tmp_path, use)
+
+
+def test_a_traced_run_has_its_stack_send_spans_to_the_same_collector(
+    section: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, variable = "http://collector:4318/v1/traces", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+    monkeypatch.delenv(variable, raising=False)
+
+    def started(name: str, **settings: Any) -> tuple[dict[str, str], bool]:
+        found: list[dict[str, str]] = []
+
+        async def use(stack: GymStack) -> None:
+            found.append(psutil.Process(pids(tmp_path / name)[0]).environ())
+
+        with_stack(section("serves", **settings), tmp_path / name, use)
+        return found[0], (Path(found[0]["PYTHONPATH"].split(os.pathsep)[0]) / "sitecustomize.py").is_file()
+
+    variables, is_traced = started("untraced")
+    assert (variable in variables, is_traced) == (False, False)
+    with Tracer([], collector=address):
+        variables, is_traced = started("traced")
+        assert (variables[variable], variables["OTEL_TRACES_SAMPLER"], is_traced) == (
+            address,
+            "parentbased_always_off",
+            True,
+        )
+        variables, is_traced = started("own telemetry", overrides={"mode": "serves", "telemetry": {"enabled": True}})
+        assert (variable in variables, is_traced) == (False, False)
 
 
 def test_the_head_of_another_stack_is_not_taken_for_ours(section: Any, tmp_path: Path) -> None:
