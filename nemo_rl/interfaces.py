@@ -384,6 +384,15 @@ class Logger(Protocol):
 
 
 @runtime_checkable
+class ResumableLogger(Logger, Protocol):
+    """A destination that keeps what an earlier start of the run has logged."""
+
+    def resume_after(self, step: int) -> None:
+        """Discard what was logged of later steps."""
+        ...
+
+
+@runtime_checkable
 class HistogramLogger(Logger, Protocol):
     """A destination of metrics that also draws distributions."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from nemo_rl.config.shared_sections import ProfileConfig
 from nemo_rl.errors import NemoRLError
 from nemo_rl.interfaces import HasReplicas, Profiled
-from nemo_rl.observability.profiles import PROFILES, append_profile, find_profiles
+from nemo_rl.observability.profiles import append_profile, find_profiles, profile_directory
 from nemo_rl.observability.trace_file import TRACE_FILE
 
 logger = logging.getLogger(__name__)
@@ -55,10 +55,12 @@ class StepProfiler:
 
 def make_profiler(section: ProfileConfig, run_dir: Path, *parts: object) -> StepProfiler:
     """Return the profiler of a run; of its parts those that can be profiled take part."""
+    if (directory := profile_directory(section, run_dir)) is None:
+        return NO_PROFILES
     profiled = [part for part in parts if isinstance(part, Profiled)]
     engines = [replica for part in parts if isinstance(part, HasReplicas) for replica in part.replicas]
     profiled += [engine for engine in engines if isinstance(engine, Profiled)]
-    return StepProfiler(frozenset(section.steps), run_dir / PROFILES, profiled)
+    return StepProfiler(frozenset(section.steps), directory, profiled)
 
 
 NO_PROFILES = StepProfiler(frozenset(), Path(), ())

@@ -150,6 +150,7 @@ class CollectionInputs:
     encoder: ChatEncoder
     model_path: str  # a directory or a hub name
     served: ConnectedServer | None  # None: an engine will be started
+    vision_type: str | None = None  # type of a model that sees, if the run starts an engine for it
     overlong: OverlongInput | None = None  # None: every prompt fits
     masked_tasks: frozenset[int] = frozenset()  # over-long ones that are in the input
 
@@ -172,7 +173,11 @@ async def load_collection_inputs(config: SampledRunConfig, stack: AsyncExitStack
     prompt_set = PromptSet("input", input_set.prompts)
     check_tasks(config, (prompt_set,))
     model_path = await _resolve_model_path(config)
-    encoder = _make_encoder(config, model_path)
+    model = None
+    if config.server.address is None:
+        model = load_config(model_path, {}, trust_remote_code=config.server.trust_remote_code)
+    vision_type = model.model_type if model is not None and sees(model) else None
+    encoder = _make_encoder(config, model_path, sees_images=vision_type is not None)
     served = None
     if config.server.address is not None:
         served = await connect(config, encoder)
@@ -180,12 +185,11 @@ async def load_collection_inputs(config: SampledRunConfig, stack: AsyncExitStack
         if served.api == "chat":
             _check_chat_api(config)
             encoder = TextOnlyChatEncoder()
-    else:
-        trusted = config.server.trust_remote_code
-        check_context_length(config.policy, load_config(model_path, {}, trust_remote_code=trusted))
+    if model is not None:
+        check_context_length(config.policy, model)
     assert encoder is not None  # needed to probe a server for token ids
     check_image_rows(config, encoder)
-    inputs = _screen_lengths(config, CollectionInputs(input_set, encoder, model_path, served))
+    inputs = _screen_lengths(config, CollectionInputs(input_set, encoder, model_path, served, vision_type))
     if inputs.overlong is not None:
         logger.warning("input: %s", inputs.overlong.describe())
     return inputs
@@ -236,7 +240,7 @@ async def open_engine(config: SampledRunConfig, inputs: CollectionInputs, stack:
         config.policy.max_total_sequence_length,
         device,
         config.server.trust_remote_code,
-        vision_type=_vision_type(config, inputs.model_path),
+        vision_type=inputs.vision_type,
     )
     generation = await make_generation(config.engine, model, start_timeout_s=start_limit_s(inputs.model_path))
     stack.push_async_callback(generation.close)
@@ -249,15 +253,7 @@ async def _resolve_model_path(config: SampledRunConfig) -> str:
     return name if config.server.address is not None and config.server.api == "chat" else await resolve_model(name)
 
 
-def _vision_type(config: SampledRunConfig, model_path: str) -> str | None:
-    """Return the type of a model that sees, if the run starts an engine for it."""
-    if config.server.address is not None:
-        return None
-    model = load_config(model_path, {}, trust_remote_code=config.server.trust_remote_code)
-    return model.model_type if sees(model) else None
-
-
-def _make_encoder(config: SampledRunConfig, model_path: str) -> ChatEncoder | None:
+def _make_encoder(config: SampledRunConfig, model_path: str, *, sees_images: bool) -> ChatEncoder | None:
     """Return the encoder; None if messages are all that a server can be sent."""
     if config.server.api == "chat":
         return None
@@ -265,7 +261,7 @@ def _make_encoder(config: SampledRunConfig, model_path: str) -> ChatEncoder | No
         tokenizer = load_tokenizer(
             config.policy.tokenizer, model_path, trust_remote_code=config.server.trust_remote_code
         )
-        images = ImageEncoder.load(model_path) if _vision_type(config, model_path) is not None else None
+        images = ImageEncoder.load(model_path) if sees_images else None
         kwargs = config.policy.tokenizer.chat_template_kwargs
         encoder = ChatEncoder(tokenizer, chat_template_kwargs=kwargs, images=images)
         encoder.check()

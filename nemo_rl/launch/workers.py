@@ -21,7 +21,7 @@ from nemo_rl.launch.memory_plan import make_run_memory
 from nemo_rl.launch.resolved_model import ResolvedModel
 from nemo_rl.launch.resolved_run import ResolvedRun
 from nemo_rl.launch.teachers import open_teachers
-from nemo_rl.observability.profiles import PROFILES
+from nemo_rl.observability.profiles import profile_directory
 from nemo_rl.policy.batch_transfer import bytes_of_step
 from nemo_rl.policy.driver import LocalPolicy, PolicyWorkerGroup
 from nemo_rl.policy.memory import UnknownShapeError
@@ -78,7 +78,7 @@ async def open_workers(run: ResolvedRun, *, log_dir: Path, stack: AsyncExitStack
     reservation = await _open_cluster(config, layout, stack)
     teachers = await open_teachers(run, reservation, log_dir=log_dir, stack=stack)
     slots = [] if reservation is None else [reservation.slot(slot) for slot in layout.engines]
-    profile_dir = log_dir.parent / PROFILES if config.logger.profile.steps else None
+    profile_dir = profile_directory(config.logger.profile, log_dir.parent)
     start_engines = partial(_open_generation, config, run.policy, layout, slots, profile_dir)
     async with _started(start_engines, at_once=layout.is_split) as starting:
         policy = await _open_ranks(config, layout, reservation, arguments, log_dir=log_dir, stack=stack)

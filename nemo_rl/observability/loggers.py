@@ -112,7 +112,9 @@ class CompositeLogger:
 
     def resume_after(self, step: int) -> None:
         """Have the loggers that keep later steps of an earlier start discard them."""
-        self._call_each(lambda each: isinstance(each, TensorboardLogger) and each.resume_after(step))
+        from nemo_rl.interfaces import ResumableLogger
+
+        self._call_each(lambda each: isinstance(each, ResumableLogger) and each.resume_after(step))
 
     def close(self) -> None:
         """Close every logger."""

@@ -10,13 +10,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.config.shared_sections import ProfileConfig
 from nemo_rl.durable_files import append_whole
 from nemo_rl.observability.trace_file import PROFILE, encode_event
 
-PROFILES = "profiles"  # directory of a run
 EVENTS_PER_WRITE = 20_000
 FIRST_PROCESS = 1 << 30  # ids of a profile's processes, above those of the run's own tracks
 PROCESSES_PER_FILE = 1000
+
+
+def profile_directory(section: ProfileConfig, run_dir: Path) -> Path | None:
+    """Return where the profiles of a run go; None if it makes none."""
+    return run_dir / "profiles" if section.steps else None
 
 
 def append_profile(trace: Path, profile: Path) -> int:

@@ -4,17 +4,14 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from nemo_rl.trace.bubbles import TAIL, Bubbles
 from nemo_rl.trace.intervals import open_counts
+from nemo_rl.trace.run_config import DEFAULT_MAX_NUM_SEQS, Config, algorithm_key, background_key, lookup
 from nemo_rl.trace.timeline import Timeline
 from nemo_rl.tracing import GENERATION
 
 MIN_SHARE = 0.05  # of a step; less is not worth a key
-DEFAULT_MAX_NUM_SEQS = 256  # of an engine without `max_num_seqs`, on a CPU
-
-Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +62,12 @@ class _Wait:
 
     @property
     def algorithm(self) -> str:
-        return "distillation" if "distillation" in self.config else "grpo"
+        return algorithm_key(self.config)
 
 
 def _tail(wait: _Wait) -> Advice:
-    enabled, key = f"{wait.algorithm}.async_grpo.enabled", f"{wait.algorithm}.async_grpo.max_trajectory_age_steps"
+    background = background_key(wait.config)
+    enabled, key = f"{background}.enabled", f"{background}.max_trajectory_age_steps"
     if lookup(wait.config, enabled):
         age = lookup(wait.config, key) or 0
         reason = "the step waits for its last rollouts while the engine has nothing else to do"
@@ -85,8 +83,9 @@ def _generation(wait: _Wait) -> Advice:
     if most > 1.25 * limit:
         reason = f"up to {most} requests are open, and the engine computes {limit} of them at once"
         return wait.change("policy.generation.vllm_cfg.max_num_seqs", limit, most, 1 - limit / most, reason)
-    if not lookup(wait.config, f"{wait.algorithm}.async_grpo.enabled"):
-        change = f"{wait.algorithm}.async_grpo.enabled: true, if the engine has devices of its own"
+    enabled = f"{background_key(wait.config)}.enabled"
+    if not lookup(wait.config, enabled):
+        change = f"{enabled}: true, if the engine has devices of its own"
         gain = min(wait.seconds, wait.bubbles.trainer_busy_s) / wait.seconds
         return wait.advice(change, gain, "engine and trainer take turns; in the background they work at the same time")
     change = "policy.generation.num_replicas: more engines"
@@ -199,13 +198,3 @@ def fixed_cost(timeline: Timeline) -> tuple[float, int]:
 def most_at_once(timeline: Timeline) -> int:
     """Return the most rollouts that waited for the engine at once."""
     return max((count for _, count in open_counts(timeline.generation)), default=0)
-
-
-def lookup(config: Config, key: str) -> Any:
-    """Return a value of the run's configuration by its dotted key; None if it is not there."""
-    value: Any = config
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return None
-        value = value[part]
-    return value

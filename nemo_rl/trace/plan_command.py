@@ -20,9 +20,9 @@ from nemo_rl.recipes import find_recipe
 from nemo_rl.trace.bubbles import count_bubbles
 from nemo_rl.trace.plan import Planned, plan
 from nemo_rl.trace.planner_keys import MAX_VALUE, PlannerKeys, Values
+from nemo_rl.trace.run_config import read_run_config
 from nemo_rl.trace.stated_peaks import StatedDevices, state_workload
 from nemo_rl.trace.timeline import Timeline
-from nemo_rl.trace.trace_command import read_run_config
 from nemo_rl.trace.workload import Workload, fit_workload
 
 DEFAULT_STEPS = 12

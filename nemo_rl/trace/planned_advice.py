@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.trace.advice import Advice, Config
+from nemo_rl.trace.advice import Advice, advise
+from nemo_rl.trace.bubbles import Bubbles
+from nemo_rl.trace.run_config import Config
 from nemo_rl.trace.timeline import Timeline
 from nemo_rl.trace.workload import fit_workload
 
@@ -12,8 +14,13 @@ NUM_STEPS = 8
 MAX_PLANNED = 4  # pieces of advice; the gains of the others stay estimates
 
 
-def plan_gains(advice: Sequence[Advice], timeline: Timeline, config: Config) -> list[Advice]:
-    """Return the advice with the gains that the planner expects, the largest first; others keep their estimates.
+def advise_with_plans(bubbles: Bubbles, timeline: Timeline, config: Config) -> list[Advice]:
+    """Return advice with the gains that the planner expects, the largest first; others keep their estimates."""
+    return _plan_gains(advise(bubbles, timeline, config), timeline, config)
+
+
+def _plan_gains(advice: Sequence[Advice], timeline: Timeline, config: Config) -> list[Advice]:
+    """Return the advice with planned gains.
 
     A gain is per rollout: of a step that becomes larger it is the part that a step of the present size saves.
     """

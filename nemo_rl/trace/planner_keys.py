@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from nemo_rl.errors import ConfigError
-from nemo_rl.trace.advice import DEFAULT_MAX_NUM_SEQS, lookup
 from nemo_rl.trace.plan import Schedule
+from nemo_rl.trace.run_config import DEFAULT_MAX_NUM_SEQS, Config, algorithm_key, background_key, lookup
 from nemo_rl.trace.workload import ENVIRONMENT, SCORER, Limits
 
 MAX_VALUE = 1_000_000
@@ -20,15 +20,15 @@ Values: TypeAlias = Mapping[str, int | bool]  # of keys
 class PlannerKeys:
     """The keys that the planner knows, for a run's configuration."""
 
-    config: Mapping[str, Any]
+    config: Config
 
     @property
     def algorithm(self) -> str:
-        return "distillation" if "distillation" in self.config else "grpo"
+        return algorithm_key(self.config)
 
     @property
     def background(self) -> str:
-        return f"{self.algorithm}.async_rollouts" if self.algorithm == "distillation" else "grpo.async_grpo"
+        return background_key(self.config)
 
     @property
     def calls(self) -> dict[str, tuple[str, int]]:

@@ -4,20 +4,15 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from nemo_rl.command_line import Command, ExitCode, path_argument
 from nemo_rl.errors import ConfigError
 from nemo_rl.observability.trace_file import TRACE_FILE
-from nemo_rl.trace.advice import Advice, advise
+from nemo_rl.trace.advice import Advice
 from nemo_rl.trace.bubbles import Bubbles, count_bubbles
-from nemo_rl.trace.planned_advice import plan_gains
+from nemo_rl.trace.planned_advice import advise_with_plans
+from nemo_rl.trace.run_config import read_run_config
 from nemo_rl.trace.timeline import Timeline
-
-CONFIG_FILE = "config.yaml"  # of a run
 
 
 def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,23 +25,13 @@ def _trace(parsed: argparse.Namespace) -> ExitCode:
     bubbles = count_bubbles(timeline)
     if bubbles is None:
         raise ConfigError("RUN", str(parsed.run), "its trace has no whole training step")
-    config = read_run_config(parsed.run)
-    advice = plan_gains(advise(bubbles, timeline, config), timeline, config)
+    advice = advise_with_plans(bubbles, timeline, read_run_config(parsed.run))
     if parsed.json:
         sys.stdout.write(json.dumps({"bubbles": asdict(bubbles), "advice": [asdict(a) for a in advice]}) + "\n")
     else:
         sys.stdout.write(format_table(bubbles) + "\n" + format_advice(advice, bubbles))
         sys.stdout.write(f"Timeline   {parsed.run / TRACE_FILE}, for https://ui.perfetto.dev\n")
     return ExitCode.DONE
-
-
-def read_run_config(run_dir: Path) -> dict[str, Any]:
-    """Return the run's configuration; empty if it is gone."""
-    try:
-        config = yaml.safe_load((run_dir / CONFIG_FILE).read_text())
-    except (OSError, yaml.YAMLError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def table_rows(bubbles: Bubbles) -> list[tuple[str, float]]:

@@ -10,17 +10,18 @@ from markupsafe import Markup, escape
 
 from nemo_rl.errors import DataError
 from nemo_rl.observability.trace_file import TRACE_FILE
-from nemo_rl.trace.advice import Advice, advise
+from nemo_rl.trace.advice import Advice
 from nemo_rl.trace.bubbles import Bubbles, count_bubbles
-from nemo_rl.trace.planned_advice import plan_gains
+from nemo_rl.trace.planned_advice import advise_with_plans
+from nemo_rl.trace.run_config import read_run_config
 from nemo_rl.trace.timeline import Step, Timeline, read_last_start
-from nemo_rl.trace.trace_command import read_run_config, table_rows
+from nemo_rl.trace.trace_command import table_rows
 from nemo_rl.tracing import SpanRecord
 from nemo_rl.viewer.charts import LARGE, LEFT, RIGHT
 from nemo_rl.viewer.page import Page, whole_number
 from nemo_rl.viewer.viewer_sources import ViewerSource
 
-MAX_TRACE_BYTES = 64 << 20  # compressed; Perfetto opens larger ones
+MAX_TRACE_BYTES = 64 << 20  # compressed: about 3 million spans, which take a few GB of memory
 MAX_LANES = 150  # drawn per track
 LANE_HEIGHT, TRACK_GAP, AXIS = 14, 20, 24
 INSET = 3  # by which a span is lower than the one that it is within
@@ -62,7 +63,8 @@ def timeline_page(source: ViewerSource, values: Mapping[str, str]) -> Page:
     if not path.is_file():
         raise DataError(f"{source.id} has no {TRACE_FILE}; start runs with logger.trace.enabled=true")
     if path.stat().st_size > MAX_TRACE_BYTES:
-        raise DataError(f"{path} is larger than {MAX_TRACE_BYTES >> 20} MiB; open it at https://ui.perfetto.dev")
+        limit = f"{MAX_TRACE_BYTES >> 20} MiB, the most whose spans the viewer holds in memory"
+        raise DataError(f"{path} is larger than {limit}; open it at https://ui.perfetto.dev")
     trace = source.remember("timeline", lambda: _read(source))
     if not trace.steps:
         raise DataError(f"{path} has no whole training step yet")
@@ -97,8 +99,7 @@ def _read(source: ViewerSource) -> _Trace:
     spans = sorted((each for each in records if isinstance(each, SpanRecord)), key=lambda each: each.start_ns)
     timeline = Timeline.of_spans(spans)
     bubbles = count_bubbles(timeline)
-    config = read_run_config(source.path)
-    advice = plan_gains(advise(bubbles, timeline, config), timeline, config) if bubbles else []
+    advice = advise_with_plans(bubbles, timeline, read_run_config(source.path)) if bubbles else []
     return _Trace(spans, {step.number: step for step in timeline.steps}, bubbles, advice)
 
 

@@ -13,7 +13,7 @@ from nemo_rl.distributed.cluster import shutdown
 from nemo_rl.generation.engines import EngineModel, make_generation
 from nemo_rl.generation.requests import answer_by_deadline
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
-from nemo_rl.observability.profiles import PROFILES, append_profile, find_profiles
+from nemo_rl.observability.profiles import append_profile, find_profiles
 from nemo_rl.observability.trace_file import PROFILE, TRACE_FILE, TraceFile, read_trace
 from nemo_rl.tracing import GENERATION, SpanRecord, span
 from nemo_rl.types import Completion
@@ -93,7 +93,7 @@ def test_phases_and_counters_of_an_engine_in_this_process(tiny_models: dict[str,
 
 def test_an_engine_in_an_actor_has_a_track_of_its_own(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """vLLM's core is then in a third process, and its front end in the actor's."""
-    profiles = tmp_path / PROFILES
+    profiles = tmp_path / "profiles"
     try:
         kept = run_three_requests_in_turn(tiny_models["tied"], in_process=False, in_actor=True, profile_dir=profiles)
     finally:

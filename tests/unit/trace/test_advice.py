@@ -6,7 +6,8 @@ import pytest
 
 from nemo_rl.trace.advice import Advice, advise, fixed_cost
 from nemo_rl.trace.bubbles import TAIL, count_bubbles
-from nemo_rl.trace.planned_advice import plan_gains
+from nemo_rl.trace.planned_advice import advise_with_plans
+from nemo_rl.trace.planner_keys import PlannerKeys
 from tests.unit.trace.simulated_run import Simulated, bubbles_of, simulate
 
 
@@ -92,10 +93,19 @@ def test_the_planner_promises_what_following_the_advice_keeps(name: str) -> None
     timeline = simulate(planted.before)
     bubbles = count_bubbles(timeline)
     assert bubbles is not None
-    advice = plan_gains(advise(bubbles, timeline, planted.before.config), timeline, planted.before.config)[0]
+    advice = advise_with_plans(bubbles, timeline, planted.before.config)[0]
     assert (advice.cause, advice.change, advice.is_planned) == (planted.cause, planted.change, True)
     after_s = bubbles_of(planted.after).step_s / planted.rollouts_after
     assert bubbles.step_s - after_s >= advice.gain_s / 2 > 0
+
+
+@pytest.mark.parametrize(("age", "change"), [(None, "enabled: true"), (1, "max_trajectory_age_steps: 1 -> 2")])
+def test_advice_for_distillation_names_the_key_of_its_recipes(age: int | None, change: str) -> None:
+    background = {"enabled": age is not None, "max_trajectory_age_steps": age or 1}
+    run = replace(TAILS, age=age, train_s=1.0, config={"distillation": {"async_rollouts": background}})
+    advice = first_advice(run)
+    assert advice.change.startswith(f"distillation.async_rollouts.{change}")
+    assert advice.values.keys() <= PlannerKeys(run.config).present.keys()
 
 
 def test_a_run_without_a_bottleneck_gets_no_advice() -> None:
