@@ -169,6 +169,12 @@ def record_span(name: str, start_ns: int, end_ns: int, **attributes: AttributeVa
     _tracer.add(SpanRecord(name, parent.track, parent.lane, start_ns, end_ns, *identity, attributes))
 
 
+def annotate(**attributes: AttributeValue) -> None:
+    """Add attributes to the current span."""
+    if _tracer is not None and isinstance(current := _current.get(), Span):
+        current.attributes.update(attributes)
+
+
 def now_ns() -> int:
     """Return the time on the clock of spans; 0 without a tracer."""
     return 0 if _tracer is None else _tracer.clock_ns()

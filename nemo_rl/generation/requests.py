@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, TypeAlias
 
 from nemo_rl.interfaces import Generation
-from nemo_rl.tracing import now_ns, record_span
+from nemo_rl.tracing import annotate, now_ns, record_span
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Guide, RequestPhases
 
 AnswerRequest: TypeAlias = Callable[[GenerationRequest], Awaitable[Completion | FailedRequest]]
@@ -52,8 +52,8 @@ async def answer_by_deadline(generation: Generation, request: GenerationRequest)
     results = aiter(generation.generate((request,)))
     try:
         result = await _next_by_deadline(results, request.timeout_s)
-        if isinstance(result, Completion) and result.phases is not None:
-            record_phases(result.phases)
+        if isinstance(result, Completion):
+            _annotate_call(request, result)
         return result
     except StopAsyncIteration:
         return None
@@ -62,6 +62,17 @@ async def answer_by_deadline(generation: Generation, request: GenerationRequest)
     finally:
         if isinstance(results, AsyncGenerator):
             await results.aclose()
+
+
+def _annotate_call(request: GenerationRequest, completion: Completion) -> None:
+    """Have the current span, which is of this call alone, tell its tokens and its phases."""
+    annotate(
+        num_prompt_tokens=len(request.token_ids),
+        num_sampled_tokens=len(completion.token_ids),
+        finish_reason=completion.finish_reason,
+    )
+    if completion.phases is not None:
+        record_phases(completion.phases)
 
 
 def record_phases(phases: RequestPhases) -> None:

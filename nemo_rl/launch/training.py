@@ -95,7 +95,7 @@ def open_records(
     logger.info("run directory: %s", run_dir)
     metrics_logger = make_logger(config.logger, run_dir, shown_values(config), lost=lost)
     stack.callback(metrics_logger.close)
-    stack.enter_context(open_trace(config.logger.trace, run_dir, lost))
+    stack.enter_context(open_trace(config.logger.trace, run_dir, lost, model_name=config.policy.model_name))
     return run_dir, metrics_logger
 
 

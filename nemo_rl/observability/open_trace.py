@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def open_trace(section: TraceConfig, run_dir: Path, lost: LostRecords) -> Iterator[None]:
-    """Trace the run until the block ends; `lost` counts a file that could not be written, not a collector.
+def open_trace(section: TraceConfig, run_dir: Path, lost: LostRecords, *, model_name: str) -> Iterator[None]:
+    """Trace the run of a model until the block ends; `lost` counts a file that could not be written, not a collector.
 
     Raises ConfigError if spans are to be sent and OpenTelemetry's exporter is not installed.
     """
@@ -25,7 +25,7 @@ def open_trace(section: TraceConfig, run_dir: Path, lost: LostRecords) -> Iterat
         return
     sinks: list[TraceSink] = [TraceFile(run_dir / TRACE_FILE)]
     if section.otlp_endpoint is not None:
-        sinks.append(_open_otlp(section.otlp_endpoint, run_dir.name))
+        sinks.append(_open_otlp(section.otlp_endpoint, run_dir.name, model_name))
     tracer = Tracer(sinks, collector=section.otlp_endpoint)
     try:
         with tracer:
@@ -39,10 +39,10 @@ def open_trace(section: TraceConfig, run_dir: Path, lost: LostRecords) -> Iterat
             logger.warning("%d records of the trace came faster than they could be written", tracer.num_dropped)
 
 
-def _open_otlp(endpoint: str, run_name: str) -> TraceSink:
+def _open_otlp(endpoint: str, run_name: str, model_name: str) -> TraceSink:
     try:
         from nemo_rl.observability.otlp import OtlpSink  # imports the SDK
     except ImportError as error:
         problem = "needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http, which are not installed"
         raise ConfigError("logger.trace.otlp_endpoint", endpoint, problem) from error
-    return OtlpSink(endpoint, run_name)
+    return OtlpSink(endpoint, run_name, model_name)

@@ -9,9 +9,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
+from opentelemetry.util.types import AttributeValue
 
-from nemo_rl.tracing import SpanRecord, TraceRecord
+from nemo_rl.tracing import GENERATION, SpanRecord, TraceRecord
 
+PROVIDER = "nemo-rl"  # the run serves its own model
 TIMEOUT_S = 10.0  # deadline of one export
 BATCH_SIZE = 512
 
@@ -19,7 +21,9 @@ BATCH_SIZE = 512
 class OtlpSink:
     """A sink that sends spans; counters are left out."""
 
-    def __init__(self, endpoint: str, run_name: str) -> None:
+    def __init__(self, endpoint: str, run_name: str, model_name: str) -> None:
+        """`model_name`: the model that spans of generation call."""
+        self._model_name = model_name
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=TIMEOUT_S)
         self._resource = Resource({"service.name": "nemo-rl", "rl.run": run_name})
         self._scope = InstrumentationScope("nemo_rl")
@@ -35,6 +39,21 @@ class OtlpSink:
     def close(self) -> None:
         self._exporter.shutdown()
 
+    def _model_call(self, record: SpanRecord) -> dict[str, AttributeValue]:
+        """Return the attributes of a call of the model, by OpenTelemetry's conventions for generative AI."""
+        if record.name != GENERATION:
+            return {}
+        found: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": "chat" if record.track == "gateway" else "text_completion",
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": self._model_name,
+        }
+        if "finish_reason" in record.attributes:  # one request that was answered
+            found["gen_ai.usage.input_tokens"] = record.attributes["num_prompt_tokens"]
+            found["gen_ai.usage.output_tokens"] = record.attributes["num_sampled_tokens"]
+            found["gen_ai.response.finish_reasons"] = (str(record.attributes["finish_reason"]),)
+        return found
+
     def _to_readable(self, record: SpanRecord) -> ReadableSpan:
         def context(span_id: int) -> SpanContext:
             return SpanContext(record.trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
@@ -45,7 +64,7 @@ class OtlpSink:
             context=context(record.span_id),
             parent=context(record.parent_id) if record.parent_id else None,
             resource=self._resource,
-            attributes={"rl.track": record.track, **record.attributes},
+            attributes={"rl.track": record.track, **self._model_call(record), **record.attributes},
             status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, str(error)),
             start_time=record.start_ns + self._epoch_ns,
             end_time=record.end_ns + self._epoch_ns,

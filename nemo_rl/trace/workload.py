@@ -155,13 +155,15 @@ def _groups(
 
 
 def _plan(timeline: Timeline, rollout: SpanRecord, service: Mapping[str, float]) -> PlannedRollout:
-    """Return a rollout's size; its tokens are divided among its turns by the time that each was sampled."""
+    """Return a rollout's size; tokens that no call tells are divided among its turns by their time."""
     generation = _generation(timeline, rollout)
     seconds = [_seconds([wait]) for wait in generation] or [0.0]
     environment = [_seconds([wait]) * service.get(wait.name, 1.0) for wait in _waits(timeline, rollout, ENVIRONMENT)]
     environment += [0.0] * (len(seconds) - len(environment))
     total = sum(seconds)
     tokens = [max(round(_tokens(rollout) * (each / total if total else 1 / len(seconds))), 1) for each in seconds]
+    if generation and all("num_sampled_tokens" in wait.attributes for wait in generation):
+        tokens = [int(wait.attributes["num_sampled_tokens"]) for wait in generation]
     scores = {
         wait.name.removeprefix(SCORER): _seconds([wait]) * service.get(wait.name, 1.0)
         for wait in _waits(timeline, rollout, SCORER)

@@ -13,6 +13,7 @@ from nemo_rl.cli import run as command_line
 from nemo_rl.command_line import ExitCode
 from nemo_rl.observability.trace_file import TRACE_FILE, TraceFile
 from nemo_rl.trace.plan import Schedule, plan
+from nemo_rl.trace.timeline import Timeline
 from nemo_rl.trace.workload import (
     EngineCurve,
     Limits,
@@ -22,6 +23,7 @@ from nemo_rl.trace.workload import (
     Workload,
     fit_workload,
 )
+from nemo_rl.tracing import SpanRecord
 from tests.unit.trace.simulated_run import GROUP, GROUPS, Simulated, bubbles_of, simulate
 
 NO_LIMIT = 10**6
@@ -124,6 +126,24 @@ def test_what_queued_for_a_judge_is_not_taken_for_its_work() -> None:
     assert sum(scores) / len(scores) == pytest.approx(0.5, rel=0.05)
     two = Schedule(GROUPS, GROUP, None, 1, slow.slots, {"scorer judge": 2})
     assert plan(fitted, two).step_s == pytest.approx(bubbles_of(replace(slow, score_calls=2)).step_s, rel=0.1)
+
+
+def test_turns_have_the_tokens_that_their_calls_tell() -> None:
+    """The second turn waits in a queue for as long as the first takes, and has a third of its tokens."""
+
+    def record(name: str, start_s: int, end_s: int, own: int, parent: int, **attributes: int | str) -> SpanRecord:
+        return SpanRecord(name, "rollouts", 0, start_s * 10**9, end_s * 10**9, 1, own, parent, attributes)
+
+    spans = [
+        record("total_step_time", 0, 20, 1, 0, step=1),
+        record("policy_training", 18, 20, 2, 1, step=1),
+        record("rollout", 0, 18, 3, 1, env="game", group="0", num_sampled_tokens=40),
+        record("generation", 0, 8, 4, 3, num_sampled_tokens=30),
+        record("environment game", 8, 10, 5, 3),
+        record("generation", 10, 18, 6, 3, num_sampled_tokens=10),
+    ]
+    (group,) = fit_workload(Timeline.of_spans(spans), Limits(NO_LIMIT, 1, {})).groups
+    assert group[0].turns == (PlannedTurn(30, 2.0), PlannedTurn(10, 0.0))
 
 
 def write_run(directory: Path, run: Simulated, age: int | None) -> Path:
