@@ -21,6 +21,7 @@ from nemo_rl.trace.timeline import Step, Timeline
 from nemo_rl.tracing import GENERATION, SpanRecord
 
 ENVIRONMENT, SCORER = "environment ", "scorer "  # what the names of those waits begin with
+AGENTS = ("agent ", "NeMo Gym's ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def _generation(timeline: Timeline, rollout: SpanRecord) -> list[SpanRecord]:
     return [wait for wait in timeline.waits.get(rollout.span_id, ()) if wait.name == GENERATION]
 
 
-def _waits(timeline: Timeline, rollout: SpanRecord, prefix: str) -> list[SpanRecord]:
+def _waits(timeline: Timeline, rollout: SpanRecord, prefix: str | tuple[str, ...]) -> list[SpanRecord]:
     return [wait for wait in timeline.waits.get(rollout.span_id, ()) if wait.name.startswith(prefix)]
 
 
@@ -159,6 +160,9 @@ def _plan(timeline: Timeline, rollout: SpanRecord, service: Mapping[str, float])
     generation = _generation(timeline, rollout)
     seconds = [_seconds([wait]) for wait in generation] or [0.0]
     environment = [_seconds([wait]) * service.get(wait.name, 1.0) for wait in _waits(timeline, rollout, ENVIRONMENT)]
+    if agents := _waits(timeline, rollout, AGENTS):
+        *before, last = _agent_seconds(agents[0].start_ns, agents[-1].end_ns, generation)
+        environment = [*before, last + sum(environment)]
     environment += [0.0] * (len(seconds) - len(environment))
     total = sum(seconds)
     tokens = [max(round(_tokens(rollout) * (each / total if total else 1 / len(seconds))), 1) for each in seconds]
@@ -170,6 +174,16 @@ def _plan(timeline: Timeline, rollout: SpanRecord, service: Mapping[str, float])
     }
     turns = tuple(PlannedTurn(*each) for each in zip(tokens, environment, strict=False))
     return PlannedRollout(str(rollout.attributes.get("env")), turns, scores)
+
+
+def _agent_seconds(start_ns: int, end_ns: int, calls: Sequence[SpanRecord]) -> list[float]:
+    """Return what an agent takes itself after each of its calls of the model; what precedes the first counts last."""
+    own, until = [], start_ns
+    for call in calls:
+        own.append(max(call.start_ns - until, 0) / 1e9)
+        until = max(until, call.end_ns)
+    first, *after = [*own, max(end_ns - until, 0) / 1e9]
+    return [*after[:-1], after[-1] + first] if after else [first]
 
 
 def _served(timeline: Timeline, num_places: int) -> dict[int, Interval]:

@@ -128,22 +128,43 @@ def test_what_queued_for_a_judge_is_not_taken_for_its_work() -> None:
     assert plan(fitted, two).step_s == pytest.approx(bubbles_of(replace(slow, score_calls=2)).step_s, rel=0.1)
 
 
+def record(name: str, start_s: int, end_s: int, own: int, parent: int, **attributes: int | str) -> SpanRecord:
+    return SpanRecord(name, "rollouts", 0, start_s * 10**9, end_s * 10**9, 1, own, parent, attributes)
+
+
+def turns_of_one_rollout(*waits: SpanRecord) -> tuple[PlannedTurn, ...]:
+    """Return what is fitted to a rollout of 40 tokens, from 0 to 18 s, in a step of 20 s; its span has the id 3."""
+    step = [record("total_step_time", 0, 20, 1, 0, step=1), record("policy_training", 18, 20, 2, 1, step=1)]
+    rollout = record("rollout", 0, 18, 3, 1, env="game", group="0", num_sampled_tokens=40)
+    (group,) = fit_workload(Timeline.of_spans([*step, rollout, *waits]), Limits(NO_LIMIT, 1, {})).groups
+    return group[0].turns
+
+
 def test_turns_have_the_tokens_that_their_calls_tell() -> None:
     """The second turn waits in a queue for as long as the first takes, and has a third of its tokens."""
-
-    def record(name: str, start_s: int, end_s: int, own: int, parent: int, **attributes: int | str) -> SpanRecord:
-        return SpanRecord(name, "rollouts", 0, start_s * 10**9, end_s * 10**9, 1, own, parent, attributes)
-
-    spans = [
-        record("total_step_time", 0, 20, 1, 0, step=1),
-        record("policy_training", 18, 20, 2, 1, step=1),
-        record("rollout", 0, 18, 3, 1, env="game", group="0", num_sampled_tokens=40),
+    turns = turns_of_one_rollout(
         record("generation", 0, 8, 4, 3, num_sampled_tokens=30),
         record("environment game", 8, 10, 5, 3),
         record("generation", 10, 18, 6, 3, num_sampled_tokens=10),
-    ]
-    (group,) = fit_workload(Timeline.of_spans(spans), Limits(NO_LIMIT, 1, {})).groups
-    assert group[0].turns == (PlannedTurn(30, 2.0), PlannedTurn(10, 0.0))
+    )
+    assert turns == (PlannedTurn(30, 2.0), PlannedTurn(10, 0.0))
+
+
+@pytest.mark.parametrize("name", ["agent game", "NeMo Gym's game_agent"])
+def test_an_agents_own_time_follows_its_calls(name: str) -> None:
+    """It takes 1 s before the first call, 2 s after it, and 3 s after the third, which overlaps the second."""
+    turns = turns_of_one_rollout(
+        record(name, 0, 16, 4, 3),
+        record("generation", 1, 5, 5, 3, num_sampled_tokens=10),
+        record("generation", 7, 12, 6, 3, num_sampled_tokens=20),
+        record("generation", 8, 13, 7, 3, num_sampled_tokens=10),
+        record("environment game", 16, 18, 8, 3),
+    )
+    assert turns == (PlannedTurn(10, 2.0), PlannedTurn(20, 0.0), PlannedTurn(10, 3.0 + 1.0 + 2.0))
+
+
+def test_an_agent_that_calls_no_model_is_all_its_own_time() -> None:
+    assert turns_of_one_rollout(record("agent game", 0, 18, 4, 3)) == (PlannedTurn(40, 18.0),)
 
 
 def write_run(directory: Path, run: Simulated, age: int | None) -> Path:
