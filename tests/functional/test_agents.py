@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.functional.cli import Run, run_grpo
+from tests.support.quick import quick
 
 pytestmark = pytest.mark.timeout(600)  # the first run also makes the quickstart's model
 
@@ -26,10 +27,10 @@ SMALL = (
 )
 
 
-OTHER_APIS = ("other_apis:ask_with_responses", "other_apis:ask_with_messages")
+ASKERS = ("single_turn:ask", "other_apis:ask_with_responses", "other_apis:ask_with_messages")
 
 
-@pytest.fixture(scope="module", params=("single_turn:ask", *OTHER_APIS))
+@pytest.fixture(scope="module", params=quick(ASKERS, ["other_apis:ask_with_messages"]))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     function = f"++env.asker.function=examples.agents.{request.param}"
     run = run_grpo(tmp_path_factory.mktemp("logs"), *SMALL, *AGENT, function)

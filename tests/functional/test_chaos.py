@@ -31,6 +31,7 @@ def test_the_comparison_counts_what_is_lost_repeated_and_invented() -> None:
     }
 
 
+@pytest.mark.slow  # two whole runs; test_interrupt_and_resume.py kills one
 @pytest.mark.timeout(2 * DEADLINE_S)
 def test_a_run_that_is_killed_trains_on_the_same_as_one_in_peace(tmp_path: Path) -> None:
     script = str(ROOT / "scripts" / "acceptance" / "chaos.py")

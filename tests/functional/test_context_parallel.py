@@ -12,6 +12,7 @@ pytestmark = pytest.mark.timeout(1200)  # three runs one after the other, perhap
 SLICES = (*HF, "policy.dtensor_cfg.context_parallel_size=2")
 
 
+@pytest.mark.slow  # three runs; tests/contracts/test_context_parallel.py has the numbers
 def test_slices_train_as_one_process_does_and_resume_on_another_layout(tmp_path: Path) -> None:
     whole = run_grpo(tmp_path / "whole", *HF, "checkpointing.enabled=false")
     assert whole.returncode == 0, whole.stderr

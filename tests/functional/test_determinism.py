@@ -58,6 +58,7 @@ def test_two_runs_are_equal_in_every_bit(tmp_path: Path) -> None:
     assert not all(c.agrees for c in replay(one.directory, 1).comparisons)
 
 
+@pytest.mark.slow  # two runs
 def test_validations_beside_training_give_the_metrics_of_those_that_are_waited_for(tmp_path: Path) -> None:
     validating = (
         *(one for one in DETERMINISTIC if not one.startswith("grpo.val_")),

@@ -220,6 +220,7 @@ def test_the_offline_list_imports_modules_that_there_are(gpu: Any) -> None:
         assert importlib.util.find_spec(name) is not None, name
 
 
+@pytest.mark.slow  # trains each of the models
 def test_models_for_machines_without_a_network_train(tmp_path: Path, gpu: Any) -> None:
     """The offline list's own commands, but for the device and the size of the model."""
     from tests.functional.cli import run_grpo

@@ -74,6 +74,7 @@ def test_a_killed_run_resumes_to_the_losses_of_an_uninterrupted_one(tmp_path: Pa
     assert_same_steps(steps, expected)
 
 
+@pytest.mark.slow  # tests/unit/algorithms/test_interrupt.py has the signals
 def test_ctrl_c_leaves_no_process_and_a_state_to_go_on_from(tmp_path: Path) -> None:
     arguments = (
         "grpo.max_num_steps=1000",

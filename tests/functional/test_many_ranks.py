@@ -59,6 +59,7 @@ def has_trained(log_dir: Path) -> bool:
     return metrics is not None and metrics.exists() and "train/loss" in metrics.read_text()
 
 
+@pytest.mark.slow  # tests/contracts/test_policy_group.py kills ranks
 def test_a_killed_rank_ends_the_run_with_its_cause_and_leaves_no_process(tmp_path: Path) -> None:
     output = tmp_path / "output"
     arguments = (*SMALL, *HF, TWO_RANKS, "grpo.max_num_steps=100000", "grpo.max_num_epochs=100000")

@@ -27,6 +27,7 @@ MEGATRON = ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.pipeline_mo
 COMPARED = ("loss", "grad_norm", "reward", "kl_penalty", "lr", "global_valid_toks")
 
 
+@pytest.mark.slow  # two runs; test_gpu_scripts.py starts one on Megatron
 def test_two_stages_train_with_the_losses_of_fsdp2(tmp_path: Path) -> None:
     runs = [run_grpo(tmp_path / "fsdp2", *FIVE_STEPS), run_grpo(tmp_path / "megatron", *FIVE_STEPS, *MEGATRON)]
     for run in runs:
