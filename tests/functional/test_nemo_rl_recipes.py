@@ -17,6 +17,7 @@ from nemo_rl.launch.reward_model_training import train_reward_model
 from nemo_rl.launch.supervised_training import run_supervised
 from nemo_rl.launch.training import run_training
 from tests.functional.cli import ROOT
+from tests.support.quick import quick
 
 pytestmark = pytest.mark.timeout(900)
 DIRECTORY = ROOT / "tests" / "compat" / "recipes"
@@ -117,7 +118,7 @@ def train(path: Path, family: str, arguments: list[str]) -> dict[int, dict[str, 
     return {step: values for step, values in steps.items() if values}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", quick(RECIPES, ["main/grpo", "main/distillation", "0.7/rm", "0.6/sft", "0.5/dpo"]))
 def test_two_steps_equal_those_of_the_recipe_in_our_terms(name: str, fresh: Path, rows: Path, tmp_path: Path) -> None:
     path = DIRECTORY / f"{name}.yaml"
     family = path.stem if path.stem in LOADERS else "grpo"

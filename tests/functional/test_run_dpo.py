@@ -25,7 +25,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "layout",
     [
         ["++policy.sequence_packing={enabled: true, train_mb_tokens: 192, logprob_mb_tokens: 128}"],
-        ["++policy.dtensor_cfg.data_parallel_size=2"],
+        pytest.param(["++policy.dtensor_cfg.data_parallel_size=2"], marks=pytest.mark.slow),
     ],
     ids=["packed", "two ranks"],
 )

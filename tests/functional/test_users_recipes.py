@@ -10,6 +10,7 @@ import pytest
 from nemo_rl.errors import CombinedConfigError, ConfigError
 from tests.functional.cli import ROOT
 from tests.functional.test_nemo_rl_recipes import LOADERS, loading, overrides, train
+from tests.support.quick import quick
 
 pytestmark = pytest.mark.timeout(900)
 DIRECTORY = ROOT / "tests" / "compat" / "users"
@@ -27,6 +28,7 @@ REFUSED = {
     "images": r"policy\.is_vlm = True.*vision recipes of NeMo-RL are not translated",
 }
 RUN = sorted(path.stem for path in DIRECTORY.glob("*.yaml") if path.stem not in REFUSED)
+QUICK = ("background_rollouts", "directory_of_rows", "reward_model", "sliding_puzzle")
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +71,7 @@ def test_there_are_eighteen_recipes_of_which_fourteen_run() -> None:
     assert (len(RUN), len(REFUSED)) == (14, 4)
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", quick(RUN, QUICK))
 def test_a_users_recipe_trains_two_steps(name: str, fresh: Path, tmp_path: Path) -> None:
     family = FAMILIES.get(name, "grpo")
     steps = train(DIRECTORY / f"{name}.yaml", family, [*small(family, fresh, tmp_path), *LONGER.get(name, [])])
