@@ -16,6 +16,7 @@ from nemo_rl.collect.profile import iter_task_rows, profile
 from nemo_rl.distributed.machine import unused_port
 from tests.contracts.real_gym import MCQA, REASONING_GYM, VERSIONS, gym_environment, real_gym, stack_processes
 from tests.functional.cli import DEADLINE_S, ROOT, Run, environment, run_command_line, run_directory
+from tests.support.otlp_collector import attributes_of, collector, services_and_spans
 
 pytestmark = pytest.mark.timeout(900)  # the first run of a machine installs NeMo Gym and makes the quickstart's model
 
@@ -152,13 +153,41 @@ def test_the_documented_training_starts_and_stops_a_stack(version: str, fresh_di
     gym_environment(version)
     run_documented(fresh_directory, "examples/nemo_gym/make_rows.py", "quickstart")
     few = ("grpo.max_num_steps=3", "grpo.val_at_end=false", "grpo.max_val_samples=16", "weight_sync.verify=true")
-    run_documented(fresh_directory, "examples/nemo_gym/run_grpo_nemo_gym.py", f"++env.nemo_gym.version={version}", *few)
+    with collector() as (address, received):
+        traced = ("logger.trace.enabled=true", f"logger.trace.otlp_endpoint={address}")
+        options = (f"++env.nemo_gym.version={version}", *few, *traced)
+        run_documented(fresh_directory, "examples/nemo_gym/run_grpo_nemo_gym.py", *options)
     directory = run_directory(fresh_directory / "runs")
     metrics = Run(0, "", "", directory).metrics()
     check_steps(metrics, num_steps=3, num_rollouts=16 * 8)
     assert directory is not None
     assert not stack_processes(directory / "nemo_gym" / "env.yaml")
     assert metrics[0]["validation/num_failed"] == 0
+    check_traces(received, num_steps=3, num_rollouts=3 * 16 * 8)
+
+
+def check_traces(received: list[Any], *, num_steps: int, num_rollouts: int) -> None:
+    """Check that each rollout's trace, that of its step, has the spans of its servers and of the gateway."""
+    spans = [*services_and_spans(received)]
+    by_id = {each.span_id: each for _, each in spans}
+    steps = {each.trace_id for _, each in spans if each.name == "total_step_time"}
+    rollouts = {key: each for key, each in by_id.items() if each.name == "rollout" and each.trace_id in steps}
+    assert (len(steps), len(rollouts)) == (num_steps, num_rollouts)
+    services: dict[bytes, list[str]] = {key: [] for key in rollouts}
+    for service, each in spans:
+        ancestor = each
+        while ancestor.span_id not in rollouts and ancestor.parent_span_id in by_id:
+            ancestor = by_id[ancestor.parent_span_id]
+        if ancestor.span_id in rollouts:
+            services[ancestor.span_id].append(service)
+            assert each.trace_id == rollouts[ancestor.span_id].trace_id
+            if service == "nemo-rl" and attributes_of(each)["rl.track"] == "gateway" and each.name == "generation":
+                services[ancestor.span_id].append("gateway")
+    for key, found in services.items():
+        agent = attributes_of(rollouts[key])["env"]
+        servers = (agent, agent.removesuffix("_simple_agent"), "policy_model")
+        assert {f"nemo-gym/{name}" for name in servers} < {*found}
+        assert found.count("gateway") == 1
 
 
 @pytest.mark.parametrize("version", [VERSIONS[0], pytest.param(VERSIONS[1], marks=pytest.mark.slow)])
