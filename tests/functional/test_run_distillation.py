@@ -82,6 +82,7 @@ MEGATRON = (
 )
 
 
+@pytest.mark.slow  # several runs; tests/contracts/test_distillation.py has the numbers
 def test_ranks_and_backends_of_student_and_teacher_change_no_loss(tmp_path: Path) -> None:
     three_steps = (
         "policy.generation.backend=hf",
