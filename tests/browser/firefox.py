@@ -17,6 +17,7 @@ from aiohttp import ClientSession, ClientWebSocketResponse
 
 START_S = 180.0
 CALL_S = 120.0
+TEXT = "document.querySelector('main').innerText"
 PREFERENCES = {
     "app.update.enabled": False,
     "browser.shell.checkDefaultBrowser": False,
@@ -64,11 +65,13 @@ class Tab:
                 if self.evaluate(f"Boolean({expression})"):
                     return
             if time.monotonic() > until:
-                raise BidiError(f"not true within {CALL_S:g} s: {expression}; the page: {self.text()[:500]}")
+                raise BidiError(f"not true within {CALL_S:g} s: {expression}; the page: {self.evaluate(TEXT)[:500]}")
             time.sleep(0.05)
 
     def text(self) -> str:
-        return self.evaluate("document.querySelector('main').innerText")
+        """Return the text of the page as one reads it, once its style sheets are there."""
+        self.wait_for("document.readyState === 'complete'")
+        return self.evaluate(TEXT)
 
     def click(self, selector: str, containing: str = "") -> None:
         """Click the first element that a CSS selector finds and whose text holds `containing`, once it lies still."""
