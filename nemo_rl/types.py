@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TrainingBatch: TypeAlias = "TensorDict"  # keys, shapes and dtypes: experience/assembly.py
 
 UNKNOWN_TOKEN = -1  # stands for a token that a server did not name; nothing is trained on it
+BASE_VERSION = -1  # weight version of an engine's base model, beside the adapters that it holds
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -305,7 +306,8 @@ class GenerationRequest:
     tools: tuple[Mapping[str, Any], ...] = ()  # its tools, for the same servers
     images: tuple[PlacedImage, ...] = ()  # images of the prompt
     timeout_s: float = 600.0  # its deadline, from when it is sent (generation/requests.py enforces it)
-    weight_version: int | None = None  # sample under this version if the engine still holds it; None: the newest
+    # sample under this version if the engine still holds it; None: the newest; BASE_VERSION: without an adapter
+    weight_version: int | None = None
     # called with sampled tokens as they come, and the index of the first; engines that cannot never call it
     on_tokens: Callable[[int, Sequence[int]], None] | None = field(default=None, compare=False, repr=False)
 

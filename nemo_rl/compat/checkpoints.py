@@ -22,10 +22,11 @@ from nemo_rl.compat.checkpoint_tensors import (
     SafetensorsShards,
     SavedTensors,
 )
-from nemo_rl.compat.lora_checkpoints import WEIGHTS_FILE, merged_weights
+from nemo_rl.compat.lora_checkpoints import merged_weights
 from nemo_rl.config.recipe_files import at
 from nemo_rl.durable_files import complete_or_absent
 from nemo_rl.errors import CheckpointError, ConfigError, describe_error
+from nemo_rl.policy.adapter_files import WEIGHTS_FILE
 from nemo_rl.policy.hf_model import empty_model, load_model, tied_names
 from nemo_rl.policy.megatron.backend import SUPPORTED_MODEL_TYPES
 from nemo_rl.policy.megatron.mapping import VocabularyRows, Weight, iter_model_weights

@@ -18,6 +18,7 @@ from nemo_rl.config.shared_sections import RolloutBoundsConfig, require_token_id
 from nemo_rl.config.value_types import MAX_SEED, Seed
 from nemo_rl.errors import ConfigError
 
+POLICY = "policy"  # the name that agents have for the sampled model
 HIGHEST_ATTEMPTS = 254  # the store counts attempts in one byte
 MAX_SEEDS = 100_000  # per collection: each has a file of its own
 
@@ -83,6 +84,12 @@ class SampledRunConfig(RolloutRunConfig):
     @property
     def max_rollout_turns(self) -> int:
         return self.collection.max_rollout_turns
+
+    @property
+    def sampled_name(self) -> str:
+        """Return the model's name, with that of the adapter on it."""
+        name = self.policy.model_name
+        return f"{name}/{self.server.model}" if self.server.adapters else name
 
     @property
     def engine(self) -> GenerationConfig:
@@ -159,11 +166,27 @@ def _check_server(config: SampledRunConfig) -> None:
             raise ConfigError("server.address", address, "must begin with http:// or https://")
     if server.address is None:
         _ = config.engine
+    if server.adapters:
+        _check_adapters(config)
     total, longest = config.policy.max_total_sequence_length, server.max_model_len
     if longest is not None and longest < total:
         raise ConfigError(
             "server.max_model_len", longest, f"must be at least policy.max_total_sequence_length = {total}"
         )
+
+
+def _check_adapters(config: SampledRunConfig) -> None:
+    server = config.server
+    if not config.engine.holds_adapters:
+        problem = f"the {server.backend} engine holds whole weights; allowed: backend: vllm"
+        raise ConfigError("server.adapters", server.adapters, problem)
+    if server.model not in server.adapters:
+        problem = "names the adapter of server.adapters that rollouts are sampled under"
+        raise ConfigError("server.model", server.model, problem, known=list(server.adapters))
+    for name in (POLICY, config.policy.model_name):
+        if name in server.adapters:
+            problem = "is the name of the sampled model" if name == POLICY else "is the name of the base model"
+            raise ConfigError("server.adapters", name, f"{problem}; expected another")
 
 
 def _check_logger(config: SampledRunConfig) -> None:
@@ -207,7 +230,7 @@ class EvalRunConfig(SampledRunConfig):
     def collection(self) -> CollectConfig:
         own = self.eval
         return CollectConfig(
-            output_dir=f"{own.output_dir}/{model_directory_name(self.policy.model_name)}",
+            output_dir=f"{own.output_dir}/{model_directory_name(self.sampled_name)}",
             seeds=own.seed,
             num_repeats=own.num_tests_per_prompt,
             limit=own.limit,
@@ -219,10 +242,13 @@ class EvalRunConfig(SampledRunConfig):
     @property
     def models(self) -> "tuple[EvalRunConfig, ...]":
         """One collection configuration per evaluated model, the baseline first."""
-        if self.eval.baseline is None:
+        baseline = self.eval.baseline
+        if baseline is None:
             return (self,)
-        policy = self.policy.model_copy(update={"model_name": self.eval.baseline})
-        return (self.model_copy(update={"policy": policy}), self)
+        if baseline in self.server.adapters:
+            return (self.model_copy(update={"server": self.server.model_copy(update={"model": baseline})}), self)
+        policy, server = self.policy.model_copy(update={"model_name": baseline}), self.server.without_adapters()
+        return (self.model_copy(update={"policy": policy, "server": server}), self)
 
 
 def model_directory_name(model_name: str) -> str:
@@ -245,8 +271,11 @@ def check_evaluation(config: EvalRunConfig) -> None:
         raise ConfigError("eval.num_tests_per_prompt", num_tests, problem)
     if own.metric == "cons@k" and own.k == 1:
         raise ConfigError("eval.metric", "cons@k", "a vote needs several answers: eval.num_tests_per_prompt")
-    if own.baseline == config.policy.model_name:
-        raise ConfigError("eval.baseline", own.baseline, "is the model itself (policy.model_name)")
+    itself, key = config.policy.model_name, "policy.model_name"
+    if config.server.adapters:
+        itself, key = str(config.server.model), "server.model"
+    if own.baseline == itself:
+        raise ConfigError("eval.baseline", own.baseline, f"is the model itself ({key})")
     if own.baseline is not None and config.server.address is not None:
         problem = "a server has one model: evaluate each by itself, then `nemo-rl profile DIR --compare DIR`"
         raise ConfigError("eval.baseline", own.baseline, problem)

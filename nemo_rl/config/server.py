@@ -12,7 +12,7 @@ class ServerConfig(Section):
 
     # A server that speaks OpenAI's API; several addresses are replicas.
     address: str | list[str] | None = None  # http://host:port, with or without /v1
-    model: str | None = None  # its name on the server; None: the only one
+    model: str | None = None  # its name on the server, None: the only one; or one of `adapters`
     api_key_env: str | None = None  # the environment variable that holds the key
     # completions: token ids in, token ids out (vLLM). chat: messages, which the server renders itself.
     api: Literal["auto", "completions", "chat"] = "auto"
@@ -29,6 +29,9 @@ class ServerConfig(Section):
     max_num_seqs: int | None = Field(default=None, gt=0)  # None: 256
     enforce_eager: bool | None = None  # None: true on a CPU, false on CUDA
     enable_prefix_caching: bool = True  # reuse the KV cache of tokens that several requests begin with
+    # LoRA adapters in peft's format, by the names that calls give them: directories beside the engine's base model,
+    # which is policy.model_name. Rollouts are sampled under `model`.
+    adapters: dict[str, str] = Field(default_factory=dict)
     trust_remote_code: bool = False  # run Python code that comes with the model
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)  # handed to vLLM's engine arguments as they are
 
@@ -45,12 +48,23 @@ class ServerConfig(Section):
     def misplaced(self) -> tuple[str, ...]:
         """Keys that were set without effect: an engine's beside an address, a server's without one."""
         engine_keys = tuple(name for name in type(self).model_fields if name not in ("address", *self.OF_ADDRESS))
-        wrong = self.OF_ADDRESS if self.address is None else engine_keys
+        wrong = self._without_effect if self.address is None else engine_keys
         return tuple(name for name in wrong if name in self.model_fields_set)
+
+    @property
+    def _without_effect(self) -> tuple[str, ...]:
+        """Keys without effect on an engine."""
+        return tuple(name for name in self.OF_ADDRESS if name != "model" or not self.adapters)
+
+    def without_adapters(self) -> "ServerConfig":
+        """Return the section of the base model alone."""
+        kept = self.model_fields_set - {"adapters", "model"}
+        return type(self)(**{name: getattr(self, name) for name in kept})
 
     @model_serializer(mode="wrap")
     def _serialize_relevant_keys(self, values: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out keys without effect, so that a resolved recipe can be read again."""
         written = values(self)
-        kept = {"address", *self.OF_ADDRESS} if self.address is not None else written.keys() - set(self.OF_ADDRESS)
+        of_engine = written.keys() - set(self._without_effect)
+        kept = {"address", *self.OF_ADDRESS} if self.address is not None else of_engine
         return {name: value for name, value in written.items() if name in kept}

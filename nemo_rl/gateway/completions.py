@@ -5,9 +5,9 @@ import itertools
 import logging
 import math
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal
 from uuid import uuid4
@@ -54,6 +54,14 @@ class CompletionRules:
     guided_calls: Literal["refused", "untrained"] = "refused"  # in training
     forced_tool_choice: Literal["refused", "auto", "guided"] = "refused"  # requests that demand a tool call
     hides_unused_tools: bool = False  # tools of a request that may not call any are left out of its prompt
+    aliases: tuple[str, ...] = ()  # further names of the model
+    # weight versions of the engine's other models by name; without any, every name means the model
+    others: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all models."""
+        return (self.model_name, *self.aliases, *self.others)
 
 
 class CallQueue:
@@ -113,6 +121,7 @@ class CompletionHandler:
         """
         request = self._hide_unused_tools(request)
         is_side_call = live.is_side_call is not None and live.is_side_call(request)
+        is_side_call = is_side_call or request.model in self._rules.others
         try:
             return await self._complete_and_commit(
                 request, live, is_named=is_named, is_side_call=is_side_call, sink=sink
@@ -137,7 +146,7 @@ class CompletionHandler:
         try:
             seed = _derive_seed(live.seed, array("q", call.prompt_token_ids).tobytes(), sample_index)
             sampling = self._sampling(request, call, live.sampling or self._rules.sampling)
-            generation_request = _make_generation_request(call, sampling, seed, self._rules, live)
+            generation_request = _make_generation_request(request, call, sampling, seed, self._rules, live)
             with_token_ids = is_named or request.return_token_ids
             work = self._answer(request, generation_request, with_token_ids=with_token_ids, sink=sink)
             with within(live.span), span(GENERATION, "gateway"):
@@ -191,7 +200,7 @@ class CompletionHandler:
         )
         seed = _derive_seed(self._rules.seed, b"without session", next(self._call_counter))
         sampling = self._sampling(request, call, self._rules.sampling)
-        generation_request = _make_generation_request(call, sampling, seed, self._rules)
+        generation_request = _make_generation_request(request, call, sampling, seed, self._rules)
         answer = await self._answer(request, generation_request, with_token_ids=True, sink=sink)
         calls.commit(call, answer.completion, answer.response.message)
         return answer
@@ -207,6 +216,7 @@ class CompletionHandler:
     def _check(self, request: CallRequest, *, trains: bool) -> CallRequest:
         """Return the request with a demand for a call as its guide; raises RequestError if it cannot be served."""
         ignored = request.ignored_fields
+        self._check_model(request)
         if (forcing := request.forcing) is not None:
             request = self._apply_forcing(request, forcing)
             ignored |= set() if self._rules.forced_tool_choice == "guided" else {forcing.field}
@@ -215,6 +225,12 @@ class CompletionHandler:
         self._log_ignored_fields(ignored)
         self._check_length(request)
         return request
+
+    def _check_model(self, request: CallRequest) -> None:
+        """Raise RequestError for an unknown name if there are several models."""
+        if self._rules.others and request.model not in (None, *self._rules.names):
+            text = f"no model {escape(request.model, 80)!r}; known: {', '.join(self._rules.names)}"
+            raise RequestError(404, text, param="model", code="model_not_found")
 
     def _apply_forcing(self, request: CallRequest, forcing: Forcing) -> CallRequest:
         if not request.tools:
@@ -407,10 +423,18 @@ def _conversation(session: Session, request: CallRequest) -> tuple[Message, ...]
 
 
 def _make_generation_request(
-    call: PendingCall, sampling: SamplingParams, seed: int, rules: CompletionRules, live: LiveSession | None = None
+    request: CallRequest,
+    call: PendingCall,
+    sampling: SamplingParams,
+    seed: int,
+    rules: CompletionRules,
+    live: LiveSession | None = None,
 ) -> GenerationRequest:
     request_id = uuid4().hex
     session_id = live.session_id if live is not None else request_id
+    version = None if call.parent is None else call.parent.weight_versions[1]  # a chain keeps its weights
+    if rules.others:
+        version = rules.others.get(request.model or "")
     return GenerationRequest(
         request_id,
         call.prompt_token_ids,
@@ -419,7 +443,7 @@ def _make_generation_request(
         session_id,
         images=call.images,
         timeout_s=rules.timeout_s,
-        weight_version=None if call.parent is None else call.parent.weight_versions[1],  # a chain keeps its weights
+        weight_version=version,
     )
 
 

@@ -314,8 +314,8 @@ class GatewayServer:
         return web.json_response({"status": "ok", **counts})
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": self._rules.model_name, "object": "model", "created": 0, "owned_by": "nemo-rl"}
-        return web.json_response({"object": "list", "data": [model]})
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "nemo-rl"} for name in self._rules.names]
+        return web.json_response({"object": "list", "data": models})
 
     async def _open(self, request: web.Request) -> web.Response:
         parsed = SessionRequest.from_json(await self._body(request) or b"{}")

@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nemo_rl.config.collect import POLICY as MODEL_NAME
+from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.master import RolloutRunConfig
 from nemo_rl.config.registries import ENVIRONMENTS
 from nemo_rl.data.chat import ChatEncoder
@@ -17,14 +19,14 @@ from nemo_rl.experience.gym_runtime import GymRuntime
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionRules
 from nemo_rl.interfaces import Agent, Generation
+from nemo_rl.launch.sampling import make_sampling
+from nemo_rl.launch.starting_adapters import adapter_versions
+from nemo_rl.types import BASE_VERSION
 
 if TYPE_CHECKING:
     from nemo_rl.gateway.manager import GatewayManager
 
-from nemo_rl.launch.sampling import make_sampling
-
 CALLS_PER_RUN = 16  # concurrent calls per agent run, on average; calls beyond that wait
-MODEL_NAME = "policy"  # the name that agents see; any other model name is served too
 
 
 def make_agents(config: RolloutRunConfig) -> dict[str, Agent]:
@@ -53,7 +55,7 @@ def make_codec(config: RolloutRunConfig, encoder: ChatEncoder) -> Codec:
 async def open_gateway(
     config: RolloutRunConfig, codec: Codec, generation: Generation, stack: AsyncExitStack
 ) -> "GatewayManager":
-    """Start the gateway; `stack` closes it."""
+    """Start the gateway; `stack` closes it. Any model name means the policy, unless the engine holds named adapters."""
     from nemo_rl.gateway.manager import GatewayManager  # loads Ray
 
     max_concurrency = sum(section.max_concurrency for section in config.runner_sections.values())
@@ -71,10 +73,23 @@ async def open_gateway(
         can_guide=config.policy.generation.CAN_GUIDE,
         guided_calls=config.gateway.guided_calls,
         forced_tool_choice=config.gateway.forced_tool_choice,
+        **_named_models(config),
     )
     manager = await GatewayManager.start(generation, codec, rules, config.gateway)
     stack.push_async_callback(manager.close)
     return manager
+
+
+def _named_models(config: RolloutRunConfig) -> dict[str, Any]:
+    """Return the rules of a gateway whose engine holds adapters: names for the sampled one, versions of the others."""
+    if not isinstance(config, SampledRunConfig) or not config.server.adapters:
+        return {}
+    versions = {config.policy.model_name: BASE_VERSION} | adapter_versions(config)
+    sampled = str(config.server.model)
+    return {
+        "aliases": (sampled,),
+        "others": {name: version for name, version in versions.items() if name != sampled},
+    }
 
 
 def agent_runtimes(

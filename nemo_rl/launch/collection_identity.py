@@ -11,6 +11,7 @@ from nemo_rl.collect.shards import OverlongInput, TasksSummary
 from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.recipe_files import unresolve
+from nemo_rl.launch.model_files import adapter_directory
 
 # Speed, location and patience: these may differ from one start to the next.
 NON_IDENTITY_KEYS = frozenset(
@@ -87,7 +88,12 @@ def run_identity(
 def _engine_identity(config: SampledRunConfig, served_model: str | None) -> dict[str, Any]:
     if served_model is not None:
         return {"served_model": served_model}
-    return {"precision": config.policy.precision, "vllm_kwargs": config.server.vllm_kwargs}
+    identity: dict[str, Any] = {"precision": config.policy.precision, "vllm_kwargs": config.server.vllm_kwargs}
+    if config.server.adapters:
+        named = config.server.adapters.items()
+        identity["adapters"] = {name: model_digest(adapter_directory(directory)) for name, directory in named}
+        identity["adapter"] = config.server.model
+    return identity
 
 
 def _identity_values(section: Section) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def run_evaluation(config: EvalRunConfig) -> Sequence[CollectionResult]:
         console.print(summary_table(measured))
         write_profile(measured, measured.directory)
     if len(profiles) == 2:
-        first, second = (model.policy.model_name for model in config.models)
+        first, second = (model.sampled_name for model in config.models)
         console.print(comparison_table(compare(*profiles), first, second))
     for model, result, measured in zip(config.models, results, profiles, strict=True):
         console.file.write(_format_headline(model, result, measured) + "\n")
@@ -52,4 +52,4 @@ def _format_headline(config: EvalRunConfig, result: CollectionResult, measured: 
     notes += [result.overlong.describe()] if result.overlong is not None else []
     noted = f" ({'; '.join(notes)})" if notes else ""
     where = Path(result.directory)
-    return f"{name} {score.mean:.4f}{error} of {config.policy.model_name} over {score.num_tasks} tasks{noted}: {where}"
+    return f"{name} {score.mean:.4f}{error} of {config.sampled_name} over {score.num_tasks} tasks{noted}: {where}"

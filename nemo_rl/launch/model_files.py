@@ -14,8 +14,9 @@ from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import TeacherConfig
 from nemo_rl.config.supervised_runs import RewardModelRunConfig, SupervisedRunConfig
 from nemo_rl.distributed.machine import cache_directory
-from nemo_rl.errors import ConfigError
+from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.policy.memory import ModelShape, UnknownShapeError
+from nemo_rl.weight_sync.adapters import MAX_RANK
 
 QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
 QUICKSTART_EXPERTS = "nemo_rl/quickstart-moe"  # also with "-N"; a mixture of experts
@@ -54,9 +55,11 @@ def check_model_names(config: AnyConfig) -> None:
     is_served = isinstance(config, SampledRunConfig) and config.server.address is not None
     if not is_served:  # a server may give its model any name
         check_model_name("policy.model_name", config.policy.model_name)
+        if isinstance(config, SampledRunConfig):
+            adapter_ranks(config)
         if config.policy.tokenizer.name is not None:
             check_directory("policy.tokenizer.name", config.policy.tokenizer.name)
-    if isinstance(config, EvalRunConfig) and config.eval.baseline is not None:
+    if isinstance(config, EvalRunConfig) and config.eval.baseline not in (None, *config.server.adapters):
         check_model_name("eval.baseline", config.eval.baseline)
     if isinstance(config, TrainingRunConfig):
         for key, section in config.teacher_sections.items():
@@ -65,6 +68,28 @@ def check_model_names(config: AnyConfig) -> None:
         for name, scorer in config.scorers.items():
             if isinstance(scorer, ModelScorerConfig):
                 check_model_name(f"scorers.{name}.model_name", scorer.model_name)
+
+
+def adapter_ranks(config: SampledRunConfig) -> dict[str, int]:
+    """Return the ranks of `server.adapters` by name; raises ConfigError for a directory that holds no plain LoRA."""
+    ranks = {}
+    for name, directory in config.server.adapters.items():
+        from nemo_rl.policy.adapter_files import describe_adapter  # loads torch, which other runs here need not
+
+        try:
+            ranks[name] = describe_adapter(adapter_directory(directory)).rank
+        except CheckpointError as error:
+            raise ConfigError(f"server.adapters.{name}", directory, str(error)) from error
+        if ranks[name] > MAX_RANK:
+            problem = f"its rank is {ranks[name]}, and vLLM's adapters have at most {MAX_RANK}"
+            raise ConfigError(f"server.adapters.{name}", directory, problem)
+    return ranks
+
+
+def adapter_directory(name: str) -> Path:
+    """Return the directory of an adapter's files; for a run's checkpoint `step_N`, of the adapter in it."""
+    own = Path(name) / "policy" / "adapter"
+    return own if own.is_dir() else Path(name)
 
 
 def _check_teacher(key: str, section: TeacherConfig) -> None:

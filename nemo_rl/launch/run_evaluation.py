@@ -45,13 +45,17 @@ def evaluation_recipe(trained: TrainedModel) -> dict[str, Any]:
         raise ConfigError(
             "RUN", str(trained.checkpoint.path), "trained on no prompts; expected a run of grpo or distill"
         )
-    policy = _of_schema(trained.policy, SampledModelConfig) | {"model_name": str(trained.checkpoint.path)}
+    policy, server = _of_schema(trained.policy, SampledModelConfig), _engine(trained.policy["generation"])
+    if trained.has_weights or trained.adapter is None:
+        policy["model_name"] = str(trained.checkpoint.path)
+    else:
+        server |= {"adapters": {trained.name: str(trained.adapter)}, "model": trained.name}
     policy["generation"] = _of_schema(trained.policy["generation"], SamplingConfig) | _validation_sampling(algorithm)
     shared = {name: config[name] for name in ("env", "scorers", "reward_model", "gateway") if name in config}
     data = _validation_data(config["data"], algorithm)
     return {
         "policy": policy,
-        "server": _engine(trained.policy["generation"]),
+        "server": server,
         "data": data,
         **shared,
         "eval": {

@@ -27,6 +27,7 @@ from nemo_rl.launch.memory_plan import sampling_memory_plan
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.launch.resolved_model import check_context_length, check_image_rows
 from nemo_rl.launch.resolved_run import GPU_KEYS, check_tasks
+from nemo_rl.launch.starting_adapters import adapter_slots, load_adapters
 from nemo_rl.policy.hf_model import load_config
 from nemo_rl.types import Message
 
@@ -241,9 +242,11 @@ async def open_engine(config: SampledRunConfig, inputs: CollectionInputs, stack:
         device,
         config.server.trust_remote_code,
         vision_type=inputs.vision_type,
+        adapters=adapter_slots(config),
     )
     generation = await make_generation(config.engine, model, start_timeout_s=start_limit_s(inputs.model_path))
     stack.push_async_callback(generation.close)
+    await load_adapters(config, generation)
     return generation
 
 

@@ -16,12 +16,13 @@ from nemo_rl.config.shared_sections import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 
 METRICS_FILE = "metrics.jsonl"
+WEIGHTS, ADAPTER = "policy/weights", "policy/adapter"  # of a checkpoint
 CHECKPOINTS = "checkpoints"  # in a run directory, unless `checkpointing.checkpoint_dir` is set
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """One checkpoint's weights, a Hugging Face directory, with the configuration that they were trained with."""
+    """A checkpoint's model, whole weights, an adapter or both, with the configuration that it was trained with."""
 
     checkpoint: Checkpoint
     config: Mapping[str, Any]
@@ -29,8 +30,30 @@ class TrainedModel:
 
     @property
     def weights(self) -> Path:
-        """Return the directory of weights and tokenizer."""
-        return self.checkpoint.path / "policy" / "weights"
+        """Return the directory of weights and tokenizer; raises CheckpointError if there is none."""
+        if not self.has_weights:
+            raise CheckpointError(
+                f"{self.checkpoint.path}/policy has no weights/ but adapters alone: train with save_merged=true, or "
+                "merge them with peft"
+            )
+        return self.checkpoint.path / WEIGHTS
+
+    @property
+    def has_weights(self) -> bool:
+        """Return whether the checkpoint has whole weights; else it has an adapter alone."""
+        return (self.checkpoint.path / WEIGHTS).is_dir()
+
+    @property
+    def adapter(self) -> Path | None:
+        """Return the directory of the adapter, in peft's format; None: all weights were trained."""
+        return _adapter_of(self.checkpoint.path)
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Return the adapters of the run's checkpoints by the names that `name` gives, first step first."""
+        steps = sorted(self.checkpoint.path.parent.glob("step_*"), key=lambda path: (len(path.name), path.name))
+        found = {self._name_of(path): _adapter_of(path) for path in steps}
+        return {name: adapter for name, adapter in found.items() if adapter is not None}
 
     @property
     def name(self) -> str:
@@ -38,8 +61,11 @@ class TrainedModel:
 
         Example: `runs/exp_001/checkpoints/step_150` is "exp_001-step_150".
         """
+        return self._name_of(self.checkpoint.path)
+
+    def _name_of(self, checkpoint: Path) -> str:
         place = self.run_dir or self.checkpoint.path.parent
-        return f"{place.resolve().name}-step_{self.checkpoint.step}"
+        return f"{place.resolve().name}-{checkpoint.resolve().name}"
 
     @property
     def policy(self) -> Mapping[str, Any]:
@@ -69,7 +95,7 @@ def find_trained_model(path: Path, *, step: int | None = None) -> TrainedModel:
 
     Raises:
         ConfigError: there is none, or none of `step`.
-        CheckpointError: its files are not as they were written, or it has adapters alone.
+        CheckpointError: its files are not as they were written.
     """
     if (path / MANIFEST_FILE).is_file():
         if step is not None:
@@ -77,13 +103,7 @@ def find_trained_model(path: Path, *, step: int | None = None) -> TrainedModel:
         checkpoint = path
     else:
         checkpoint = _choose(path, step)
-    trained = TrainedModel(verify_checkpoint(checkpoint), _read_config(checkpoint), _run_directory(checkpoint, path))
-    if not trained.weights.is_dir():
-        raise CheckpointError(
-            f"{checkpoint}/policy has no weights/ but adapters alone: train with "
-            "policy.dtensor_cfg.lora_cfg.save_merged=true, or merge them with peft"
-        )
-    return trained
+    return TrainedModel(verify_checkpoint(checkpoint), _read_config(checkpoint), _run_directory(checkpoint, path))
 
 
 def _choose(path: Path, step: int | None) -> Path:
@@ -119,6 +139,11 @@ def _checkpointing(config: Mapping[str, Any], path: Path) -> CheckpointingConfig
         raise CheckpointError(
             f"{path}: the section checkpointing of its {CONFIG_FILE} cannot be read: {error}"
         ) from error
+
+
+def _adapter_of(checkpoint: Path) -> Path | None:
+    directory = checkpoint / ADAPTER
+    return directory if directory.is_dir() else None
 
 
 def _base_model(config: Mapping[str, Any]) -> object:

@@ -1,18 +1,27 @@
-"""`nemo-rl serve`: the model of a run behind vLLM's own OpenAI-compatible server."""
+"""`nemo-rl serve`: the model of a run, or its base and all adapters, behind vLLM's own OpenAI-compatible server."""
 
 import argparse
+import asyncio
 import importlib.util
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from nemo_rl.command_line import Command, ExitCode
+from nemo_rl.config.moe import num_experts
 from nemo_rl.distributed.devices import resolve_device
 from nemo_rl.errors import ConfigError
+from nemo_rl.generation.engines import AdapterSlots
+from nemo_rl.generation.vllm.adapters import adapter_arguments
 from nemo_rl.generation.vllm.cpu.settings import KV_CACHE_BYTES
 from nemo_rl.launch.trained_model import TrainedModel, add_model_arguments, chosen_model
 
 HIGHEST_PORT = 65_535
+MAX_RUNNING_ADAPTERS = 8  # in one step of the engine; others wait
+MIDDLEWARE = "nemo_rl.generation.vllm.model_names.ModelNames"
 # On a CPU vLLM would compile for minutes and take half of the memory, and a prompt computed in parts kills its engine.
 CPU_OPTIONS = (
     *("--enforce-eager", "--no-enable-chunked-prefill"),
@@ -20,17 +29,44 @@ CPU_OPTIONS = (
 )
 
 
-def server_command(trained: TrainedModel, *, host: str, port: int, options: Sequence[str] = ()) -> list[str]:
+def served_adapters(trained: TrainedModel, *, is_whole_run: bool) -> dict[str, Path]:
+    """Return the adapters to serve beside their base model, by name: all of the run, or the checkpoint's.
+
+    None of a run that trained all weights. Raises ConfigError for adapters that vLLM cannot serve alone.
+    """
+    from nemo_rl.policy.hf_model import load_config  # loads torch
+
+    if trained.adapter is None:
+        return {}
+    model = load_config(_base_path(trained), _overrides(trained))
+    if num_experts(model):
+        problem = f"vLLM would adapt the experts of this {model.get_text_config().model_type!r} model too"
+        raise ConfigError("RUN", str(trained.checkpoint.path), f"{problem}; allowed: --merged")
+    return trained.adapters if is_whole_run else {trained.name: trained.adapter}
+
+
+def server_command(
+    trained: TrainedModel,
+    *,
+    host: str,
+    port: int,
+    options: Sequence[str] = (),
+    adapters: Mapping[str, Path] | None = None,
+) -> list[str]:
     """Return the command line of vLLM's server; `options` are further words for it, which win over ours.
 
-    Raises ConfigError without vLLM, and for a device that this machine lacks.
+    With `adapters` it serves these by their names, and the base model by its own. None: the checkpoint's whole weights,
+    or its adapter if that is all it has. Raises ConfigError without vLLM, and for a device that this machine lacks.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("nemo-rl serve", "vllm", "is not installed: uv sync in a clone, or the extra cpu or cuda")
+    if adapters is None and not trained.has_weights:
+        adapters = served_adapters(trained, is_whole_run=False)
     max_length = trained.policy.get("max_total_sequence_length", "auto")
     words = {
-        "--model": trained.weights,
-        "--served-model-name": trained.name,
+        **(_adapter_words(trained, adapters) if adapters else {"--model": trained.weights}),
+        "--served-model-name": base_name(trained) if adapters else trained.name,
+        "--middleware": MIDDLEWARE,
         "--host": host,
         "--port": port,
         "--max-model-len": max_length,
@@ -38,7 +74,51 @@ def server_command(trained: TrainedModel, *, host: str, port: int, options: Sequ
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += [str(word) for option in words.items() for word in option]
+    if adapters:
+        command += ["--enable-lora", "--lora-modules", *(_lora_module(*each) for each in adapters.items())]
     return [*command, *(CPU_OPTIONS if _device_type(trained) == "cpu" else ()), *options]
+
+
+def base_name(trained: TrainedModel) -> str:
+    """Return the name by which the base model is served: the recipe's; of a directory its last part."""
+    name = str(trained.policy.get("model_name"))
+    return Path(name).resolve().name if Path(name).is_dir() else name
+
+
+def _adapter_words(trained: TrainedModel, adapters: Mapping[str, Path]) -> dict[str, Any]:
+    """Return the options of a base model with room for the adapters, in the checkpoint's tokenizer."""
+    slots = AdapterSlots(max(map(_rank, adapters.values())), min(len(adapters), MAX_RUNNING_ADAPTERS))
+    room = adapter_arguments(slots)
+    tokenizer, overrides = trained.checkpoint.path / "policy" / "tokenizer", _overrides(trained)
+    return {
+        "--model": _base_path(trained),
+        "--max-lora-rank": room["max_lora_rank"],
+        "--max-loras": room["max_loras"],
+        "--max-cpu-loras": len(adapters),
+        **({"--tokenizer": tokenizer} if tokenizer.is_dir() else {}),
+        **({"--hf-overrides": json.dumps(overrides)} if overrides else {}),
+    }
+
+
+def _base_path(trained: TrainedModel) -> str:
+    from nemo_rl.launch.models import resolve_model  # loads torch
+
+    return asyncio.run(resolve_model(str(trained.policy.get("model_name"))))
+
+
+def _rank(adapter: Path) -> int:
+    from nemo_rl.policy.adapter_files import describe_adapter  # loads torch
+
+    return describe_adapter(adapter).rank
+
+
+def _lora_module(name: str, directory: Path) -> str:
+    return json.dumps({"name": name, "path": str(directory.resolve())})
+
+
+def _overrides(trained: TrainedModel) -> dict[str, Any]:
+    found = trained.policy.get("hf_config_overrides")
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def server_environment(trained: TrainedModel) -> dict[str, str]:
@@ -66,21 +146,32 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="an address of this machine; default: 127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="default: 8000")
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        help="LoRA: one checkpoint's merged weights; default: base and adapters by name",
+    )
 
 
 def _serve(parsed: argparse.Namespace) -> ExitCode:
     trained = chosen_model(parsed)
     port = check_port(parsed.port)
-    command = server_command(trained, host=parsed.host, port=port, options=parsed.command)
+    is_whole_run = parsed.step is None and trained.checkpoint.path != parsed.run
+    adapters = {} if parsed.merged else served_adapters(trained, is_whole_run=is_whole_run)
+    command = server_command(trained, host=parsed.host, port=port, options=parsed.command, adapters=adapters)
     environment = server_environment(trained)
-    sys.stdout.write(f"Model       {trained.checkpoint.path}\nAs          {trained.name}\n")
+    names = [base_name(trained), *adapters] if adapters else [trained.name]
+    sys.stdout.write(f"Model       {trained.checkpoint.path}\nAs          {', '.join(names)}\n")
     sys.stdout.write(f"At          http://{parsed.host}:{port}/v1\n")
     sys.stdout.flush()
     os.execve(command[0], command, environment)
 
 
 SERVE = Command(
-    "Serve the model of a run by vLLM's OpenAI-compatible server. Words after -- are options of `vllm serve`.",
+    """Serve the model of a run by vLLM's OpenAI-compatible server. Words after -- are options of `vllm serve`.
+
+A run with LoRA is served as its base model and the adapters of its checkpoints; a request's `model` names one.
+""",
     _add_arguments,
     _serve,
     program="nemo-rl serve",

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
+from nemo_rl.config.server import ServerConfig
 from nemo_rl.config.shared_sections import WeightSyncConfig
 from nemo_rl.distributed.actors import connect
 from nemo_rl.errors import WeightSyncError
@@ -17,7 +19,8 @@ from nemo_rl.generation.engines import AdapterSlots, EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
 from nemo_rl.interfaces import Generation
-from nemo_rl.types import Completion, GenerationRequest, SamplingParams
+from nemo_rl.launch.starting_adapters import adapter_versions, load_adapters
+from nemo_rl.types import BASE_VERSION, Completion, GenerationRequest, SamplingParams
 from nemo_rl.weight_sync.adapters import AdapterSource
 from nemo_rl.weight_sync.cuda_ipc import CudaIpc
 from nemo_rl.weight_sync.in_process import InProcess
@@ -90,20 +93,18 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-KINDS = {
-    "in process": VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16, in_process=True),
-    "own process": VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16),
-    "tp 2": VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16, tensor_parallel_size=2),
-}
+OTHER_KINDS: dict[str, dict[str, Any]] = {"in process": {"in_process": True}, "tp 2": {"tensor_parallel_size": 2}}
 
 
-@pytest.fixture(scope="module", params=[*KINDS])
+# Runs with background rollouts have an engine of its own process; the others repeat its tests.
+@pytest.fixture(scope="module", params=["own process", *(pytest.param(k, marks=pytest.mark.slow) for k in OTHER_KINDS)])
 def engine(request: pytest.FixtureRequest, model_path: Path, engine_loop: asyncio.Runner) -> Iterator[VllmGeneration]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         slots = AdapterSlots(RANK, NUM_VERSIONS)
         model = EngineModel(str(model_path), "float32", MAX_MODEL_LEN, "cpu", adapters=slots)
-        section = VllmGenerationConfig(vllm_cfg=KINDS[request.param])
+        own = OTHER_KINDS.get(request.param, {})
+        section = VllmGenerationConfig(vllm_cfg=VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16, **own))
         started = engine_loop.run(VllmGeneration.create(section, model))
     yield started
     engine_loop.run(started.close())
@@ -141,10 +142,11 @@ def asked(name: str, *, under: int | None = None, tokens: Sequence[int] = PROMPT
     return GenerationRequest(name, tuple(tokens), SamplingParams(count), hash(name) % 1000, name, weight_version=under)
 
 
-def check(adapted: AdaptedModel, completion: Completion, version: int, prompt: Sequence[int] = PROMPT) -> None:
-    """Compare a completion with the adapter model of `version`, and that version with what it says."""
+def check(adapted: AdaptedModel, completion: Completion, version: int, *, seed: int | None = None) -> None:
+    """Compare a completion with the adapter model of `version`, or of `seed`, and the version with what it says."""
     assert (completion.weight_versions, completion.weight_spans) == ((version, version), ())
-    exact = exact_logprobs(adapted.set_version(version), prompt, completion.token_ids, 1.0)
+    model = adapted.set_version(version if seed is None else seed)
+    exact = exact_logprobs(model, PROMPT, completion.token_ids, 1.0)
     torch.testing.assert_close(torch.tensor(completion.logprobs), exact, **EXACT)
 
 
@@ -165,6 +167,28 @@ def test_versions_side_by_side_are_each_exact(
         check(adapted, dropped["dropped"], 2)
         assert engine._adapters is not None
         assert engine._adapters.held == (1, 2)
+
+    engine_loop.run(main())
+
+
+def test_adapters_of_files_are_sampled_by_name_beside_their_base(
+    engine: VllmGeneration, adapted: AdaptedModel, engine_loop: asyncio.Runner, tmp_path: Path
+) -> None:
+    """As a collection loads `server.adapters`; vLLM has no file of them."""
+    for name, seed in (("student", 50), ("judge", 51)):
+        adapted.set_version(seed).save_pretrained(tmp_path / name)
+    directories = {name: str(tmp_path / name) for name in ("student", "judge")}
+    config: Any = SimpleNamespace(server=ServerConfig(adapters=directories, model="student"))
+    assert adapter_versions(config) == {"judge": 1, "student": 2}
+
+    async def main() -> None:
+        await load_adapters(config, engine)
+        named = {"sampled": None, "judge": 1, "base": BASE_VERSION}
+        completions = await answers(engine, [asked(name, under=version) for name, version in named.items()])
+        for name, version, seed in (("sampled", 2, 50), ("judge", 1, 51)):
+            check(adapted, completions[name], version, seed=seed)
+        with adapted.module.disable_adapter():
+            check(adapted, completions["base"], BASE_VERSION, seed=0)
 
     engine_loop.run(main())
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nemo_rl.generation.engines import AdapterSlots
+from nemo_rl.types import BASE_VERSION
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -53,10 +54,13 @@ class AdapterVersions:
 
     @contextmanager
     def running(self, weight_version: int | None) -> Iterator[AdapterVersion | None]:
-        """Return the version of a request, which stays until the block ends; None: none has been loaded.
+        """Return the version of a request, which stays until the block ends; None: the base model, or none is loaded.
 
         It is `weight_version` if the engine holds it, else the newest.
         """
+        if weight_version == BASE_VERSION:
+            yield None
+            return
         named = (each for each in reversed(self._held) if each.weight_version == weight_version)
         chosen = next(named, self._held[-1] if self._held else None)
         if chosen is None:

@@ -34,7 +34,7 @@ from nemo_rl.generation.vllm.routes import make_route_source
 from nemo_rl.interfaces import EnginePart
 from nemo_rl.token_columns import NO_COLUMNS, TokenColumns, sampling_mask_columns
 from nemo_rl.tracing import trace_headers
-from nemo_rl.types import Completion, FailedRequest, GenerationRequest, WeightSpan
+from nemo_rl.types import BASE_VERSION, Completion, FailedRequest, GenerationRequest, WeightSpan
 from nemo_rl.weight_manifests import DeviceWeights, LocalWeights, WeightChunks, WeightManifest, Weights, WeightStream
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ class VllmGeneration:
         self, request: GenerationRequest, adapter: AdapterVersion | None
     ) -> Completion | FailedRequest:
         version = self._weight_version if adapter is None else adapter.weight_version
+        is_base = adapter is None and request.weight_version == BASE_VERSION
         self._num_running += 1
         try:
             output = await self._sample(request, adapter)
@@ -183,10 +184,10 @@ class VllmGeneration:
         return to_completion(
             request.request_id,
             output,
-            version,
+            BASE_VERSION if is_base else version,
             columns,
             num_likeliest=self._recorded_width(request.sampling),
-            is_version_fixed=adapter is not None,
+            is_version_fixed=is_base or adapter is not None,
         )
 
     async def _sample(self, request: GenerationRequest, adapter: AdapterVersion | None) -> "RequestOutput":

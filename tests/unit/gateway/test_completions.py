@@ -64,6 +64,27 @@ def refusal(generation: FakeGeneration, asked: CallRequest, **changes: Any) -> R
     return error.value
 
 
+def test_a_call_is_sampled_under_the_model_that_it_names() -> None:
+    """Calls of other models than the sampled one are answered, and left out of the session's chains."""
+    generation = SpeakingGeneration("chatml", lambda request, prompt: "ok")
+    named: dict[str, Any] = {"aliases": ("student",), "others": {"the/base": -1, "judge": 1}}
+    own, others = (None, "policy", "student"), ("the/base", "judge")
+
+    async def main() -> LiveSession:
+        completions, live = CompletionHandler(generation, codec_of("chatml"), rules(**named)), live_session()
+        for model in (*own, *others):
+            message = {"role": "user", "content": f"I ask {model}"}
+            await completions.complete_in_session(request(message, model=model), live)
+        return live
+
+    live = asyncio.run(main())
+    assert [each.weight_version for each in generation.requests] == [None, None, None, -1, 1]
+    assert len(live.session.chains()) == len(own)
+    error = refusal(generation, request(model="jugde"), **named)
+    assert (error.status, error.param) == (404, "model")
+    assert "no model 'jugde'; known: policy, student, the/base, judge" in str(error)
+
+
 @pytest.mark.parametrize(
     ("fields", "room_of_run", "allowed"),
     [

@@ -11,9 +11,12 @@ import yaml
 from nemo_rl.config.loading import load_config, load_eval_config
 from nemo_rl.data.prompt_sets import load_input, load_prompt_sets
 from nemo_rl.errors import ConfigError
+from nemo_rl.generation.engines import AdapterSlots
+from nemo_rl.launch.model_files import check_model_names
 from nemo_rl.launch.run_evaluation import write_evaluation_recipe
+from nemo_rl.launch.starting_adapters import adapter_slots, adapter_versions
 from nemo_rl.recipes import find_recipe
-from tests.trained_runs import write_run
+from tests.trained_runs import write_lora_run, write_run
 
 SECOND = "{dataset_name: reasoning_gym, task: chain_sum, size: 30, env_name: reasoning_gym}"
 FIRST = "{dataset_name: reasoning_gym, task: spell_backward, size: 30, env_name: reasoning_gym}"
@@ -54,6 +57,38 @@ def test_a_run_is_evaluated_as_it_validates(run: Path, tmp_path: Path) -> None:
     _, (validation,) = load_prompt_sets(trained.data, trained.seed)
     expected = [prompt.messages for prompt in validation.prompts]
     assert [prompt.messages for prompt in load_input(config.data).prompts] == expected
+
+
+def test_an_adapter_alone_is_evaluated_on_its_base(tmp_path: Path) -> None:
+    run = write_lora_run(tmp_path / "exp_002", {3: 0.75, 6: 0.5})
+    config = load_eval_config(write_evaluation_recipe(run, tmp_path))
+    assert config.policy.model_name == str(tmp_path / "base")
+    assert config.server.adapters == {"exp_002-step_3": str(run / "checkpoints/step_3/policy/adapter")}
+    assert config.sampled_name == f"{tmp_path / 'base'}/exp_002-step_3"
+    assert (adapter_slots(config), adapter_versions(config)) == (AdapterSlots(4, 1), {"exp_002-step_3": 1})
+    two = ["++server.adapters.other=" + str(run / "checkpoints/step_6"), "eval.baseline=other"]
+    compared = load_eval_config(write_evaluation_recipe(run, tmp_path), two)
+    assert [model.server.model for model in compared.models] == ["other", "exp_002-step_3"]
+    assert adapter_versions(compared.models[0]) == {"exp_002-step_3": 1, "other": 2}
+    assert len({model.collection.output_dir for model in compared.models}) == 2
+    base = load_eval_config(write_evaluation_recipe(run, tmp_path), [f"eval.baseline={config.policy.model_name}"])
+    assert [model.server.adapters for model in base.models] == [{}, config.server.adapters]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["server.model=step_9"], "server.model = 'step_9': names the adapter .*known: exp_002-step_3"),
+        (["server.backend=hf"], "server.adapters = .*: the hf engine holds whole weights"),
+        (["++server.adapters.policy=x"], "'policy': is the name of the sampled model"),
+        (["++server.adapters.b=nowhere"], "server.adapters.b = 'nowhere': .*holds no adapter"),
+    ],
+)
+def test_adapters_that_cannot_be_sampled_are_refused(overrides: list[str], said: str, tmp_path: Path) -> None:
+    run = write_lora_run(tmp_path / "exp_002", {3: 0.75})
+    recipe = write_evaluation_recipe(run, tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        check_model_names(load_eval_config(recipe, overrides))
 
 
 def test_sets_without_a_seed_get_the_rows_that_the_run_had(changed: ChangedRun, tmp_path: Path) -> None:

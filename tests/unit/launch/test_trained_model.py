@@ -51,7 +51,7 @@ def test_what_is_not_there_is_a_config_error(run: Path, name: str, step: int | N
         find_trained_model(run.parent / name, step=step)
 
 
-def test_damaged_files_and_adapters_alone_are_refused(run: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_refused_and_adapters_alone_have_no_weights(run: Path, tmp_path: Path) -> None:
     damaged = shutil.copytree(run, tmp_path / "damaged")
     (damaged / "checkpoints/step_6/policy/weights/config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"config\.json has 2 bytes"):
@@ -61,8 +61,10 @@ def test_damaged_files_and_adapters_alone_are_refused(run: Path, tmp_path: Path)
     adapters = shutil.copytree(run / "checkpoints" / "step_3", tmp_path / "step_3")
     shutil.move(adapters / "policy" / "weights", adapters / "policy" / "adapter")
     write_manifest(adapters, 3)
+    trained = find_trained_model(adapters)
+    assert trained.adapters == {trained.name: trained.adapter}
     with pytest.raises(CheckpointError, match="save_merged=true"):
-        find_trained_model(adapters)
+        _ = trained.weights
 
 
 def test_a_directory_of_checkpoints_may_name_a_variable(
