@@ -10,7 +10,12 @@ from pydantic import ValidationError
 
 from nemo_rl.compat.hub_models import find_model_type
 from nemo_rl.compat.tables import Cause, Report, find_named_models
-from nemo_rl.policy.megatron.backend import SUPPORTED_MODEL_TYPES, MegatronOptimizerConfig, MegatronSchedulerConfig
+from nemo_rl.policy.megatron.backend import (
+    SUPPORTED_MODEL_TYPES,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+    to_model_names,
+)
 
 EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 FOREVER = 1_000_000_000  # training steps
@@ -55,6 +60,10 @@ def train_elsewhere(unmapped: list[UnmappedModel], report: Report) -> None:
         except ValidationError:
             continue  # the schema reports it
         dtensor = {key: section[key] for key in ("activation_checkpointing",) if key in section}
+        if isinstance(lora := section.get("peft"), dict):
+            patterns = {key: own for key, own in lora.items() if key.endswith("_modules") and isinstance(own, list)}
+            named = {key: list(to_model_names(map(str, own))) for key, own in patterns.items()}
+            dtensor["lora_cfg"] = lora | named
         one.section.pop("megatron_cfg")
         one.section.update({"dtensor_cfg": dtensor, "backend": "fsdp2", **changes})
         report.notes.append(SWITCHED.format(key=one.key, model=one.section.get("model_name")))

@@ -8,6 +8,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
 from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.layout import ExpertLayout, Layout
+from nemo_rl.config.lora import LoraAdapterConfig
 from nemo_rl.config.moe import MoEConfig
 from nemo_rl.config.registries import ENGINES, POLICY_BACKENDS, TEACHER_BACKENDS
 from nemo_rl.config.server import ServerConfig
@@ -102,6 +103,7 @@ class BackendConfig(Section):
     """
 
     TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_parallel_size"
+    ADAPTER_KEY: ClassVar[str] = ""  # of the section of LoRA; "": the backend has no adapters
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = None  # None: layers are not divided into stages
     NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
     REPLAYS_ROUTES: ClassVar[bool] = False  # routers of experts can replay routes (`policy.router_replay`)
@@ -151,9 +153,14 @@ class BackendConfig(Section):
         return ExpertLayout()
 
     @property
+    def adapter_section(self) -> LoraAdapterConfig | None:
+        """Return the section of the adapters that are trained, at `ADAPTER_KEY`; None: all weights are."""
+        return None
+
+    @property
     def adapter_dim(self) -> int | None:
         """Return the rank of the adapters that are trained; None: all weights are."""
-        return None
+        return None if self.adapter_section is None else self.adapter_section.dim
 
     @property
     def splits_residual(self) -> bool:

@@ -17,7 +17,7 @@ from nemo_rl.config.environment import ModelScorerConfig
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.master import TrainingRunConfig
-from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_size
+from nemo_rl.config.policy import BackendConfig, PolicyConfig, TeacherConfig, resolve_chunk_size
 from nemo_rl.config.supervised_runs import RewardModelRunConfig, SupervisedRunConfig
 from nemo_rl.distributed.devices import Device, device_memory
 from nemo_rl.launch.model_files import find_shape
@@ -464,9 +464,9 @@ def _micro_batch_keys(config: AnyTrainingConfig) -> dict[str, Any]:
     return {"micro_batch_keys": ("policy.train_micro_batch_size",), "tokens_per_unit": tokens_per_unit}
 
 
-def _saves_whole_model(section: Section) -> bool:
-    lora = getattr(section, "lora_cfg", None)
-    return lora is None or not lora.enabled or lora.save_merged
+def _saves_whole_model(section: BackendConfig) -> bool:
+    lora = section.adapter_section
+    return lora is None or lora.save_merged
 
 
 def _policy_memory(config: AnyTrainingConfig, layout: Layout, capacity: int) -> RankMemory:

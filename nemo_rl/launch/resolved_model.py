@@ -78,7 +78,7 @@ def check_vision(policy: PolicyConfig, model: PreTrainedConfig) -> None:
         raise ConfigError(key, size, f"{kind}; allowed: 1")
     if policy.parallelism.adapters is not None:
         problem = f"{kind}, and adapters would reach its vision tower; allowed: false"
-        raise ConfigError(f"policy.{policy.backend_key}.lora_cfg.enabled", True, problem)
+        raise ConfigError(f"policy.{policy.backend_key}.{policy.parallelism.ADAPTER_KEY}.enabled", True, problem)
     if not policy.parallelism.SEES:
         raise ConfigError("policy.model_name", policy.model_name, f"{kind}; allowed: policy.backend fsdp2")
 

@@ -7,7 +7,7 @@ their own.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, get_args
@@ -29,6 +29,8 @@ from nemo_rl.errors import CheckpointError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy import micro_batches
+from nemo_rl.policy.adapter_files import DIRECTORY as ADAPTER_DIRECTORY
+from nemo_rl.policy.adapter_files import scaled_tensors
 from nemo_rl.policy.batch_transfer import ScoredRows, collect_rows
 from nemo_rl.policy.hf_model import train_flops
 from nemo_rl.policy.logprobs import LOGPROBS_ONLY
@@ -172,6 +174,25 @@ class SupportsOptimizerStep(Protocol):
         ...
 
 
+class TrainedAdapters(Protocol):
+    """A backend's LoRA adapters."""
+
+    scale: float  # of B A
+    save_merged: bool  # checkpoints also hold the merged model
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adapters' whole tensors under the names of peft's files; all ranks iterate together."""
+        ...
+
+    def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+        """Write what `tensors` yielded, in peft's format."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Load an adapter; raises CheckpointError for none there, or one of other layers or sizes."""
+        ...
+
+
 class PolicyWorker(ScoringWorker[PolicyConfig]):
     """The policy on one rank of a layout.
 
@@ -196,6 +217,7 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
 
     _frozen_parts = ("reference",)
     _reference: nn.Module | None  # the policy with its initial weights
+    _adapters: "TrainedAdapters | None" = None  # None: all weights are trained
     _num_matmul_parameters: int  # counted over the whole model
     _optimizer: Optimizer
     _scheduler: LRScheduler | None
@@ -241,8 +263,11 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         """Yield (Hugging Face name, whole tensor) on rank 0; the other ranks yield once per tensor they gather."""
 
     def _named_adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the adapter's tensors as `_named_weights` does, under the names of peft's files, B with its scale."""
-        raise PolicyError(f"{type(self).__name__} trains no adapter")
+        """Return the adapter's tensors as `_named_weights` does, under the names of peft's files, B with its scale."""
+        if self._adapters is None:
+            raise PolicyError(f"{type(self).__name__} trains no adapter")
+        tensors = scaled_tensors(self._adapters.tensors(), self._adapters.scale)
+        return ((name, tensor.to(dtype)) for name, tensor in tensors)
 
     @abstractmethod
     def _load_weights(self, path: Path) -> None:
@@ -364,6 +389,12 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         self._start_optimizer_save(path / "optimizer")
 
     def _start_weights_save(self, path: Path) -> None:
+        if self._adapters is not None:
+            adapter = self._saving.copy_weights(self._adapters.tensors(), is_rank0=self._is_rank0)
+            if self._is_rank0:
+                self._saving.begin_files(self._adapters.save, adapter, path / ADAPTER_DIRECTORY)
+            if not self._adapters.save_merged:
+                return
         copies = self._saving.copy_weights(self._named_weights(torch.float32), is_rank0=self._is_rank0)
         if self._is_rank0:
             self._saving.begin_weights(copies, self._model, path / "weights", config_dtype=self.config.precision)

@@ -62,13 +62,14 @@ def num_live_versions(config: TrainingRunConfig) -> int:
 
 def _find_problem(config: TrainingRunConfig, layout: Layout, model: "PreTrainedConfig | None") -> str | None:
     """Return why an adapter cannot be refitted alone; None if it can."""
-    generation, dim = config.policy.generation, config.policy.parallelism.adapter_dim
+    generation, policy = config.policy.generation, config.policy
+    key, dim = f"policy.{policy.backend_key}.{policy.parallelism.ADAPTER_KEY}", policy.parallelism.adapter_dim
     if dim is None:
-        return "no adapter is trained (policy.dtensor_cfg.lora_cfg.enabled)"
+        return f"no adapter is trained ({key}.enabled)" if policy.parallelism.ADAPTER_KEY else "no adapter is trained"
     if not generation.holds_adapters:
         return f"the {generation.backend} engine holds whole weights, in one version"
     if dim > MAX_RANK:
-        return f"policy.dtensor_cfg.lora_cfg.dim is {dim}, and vLLM's adapters have at most {MAX_RANK}"
+        return f"{key}.dim is {dim}, and vLLM's adapters have at most {MAX_RANK}"
     shares_device = layout.device == "cuda" and not layout.is_split
     if shares_device and generation.can_sleep and config.policy.offload != "never":
         return (

@@ -85,9 +85,11 @@ class Layouts:
 
     def __call__(self, layout: str, model: str, *calls: Call, **config: Any) -> list[Any]:
         """Return the first rank's result of each call; metrics and log-probs are the same on all ranks."""
-        if layout in MEGATRON | COPIES_OF_STAGES | EXPERTS:
+        if layout.startswith("megatron"):
             section = MULTIPLE[layout].config["megatron_cfg"]
-            config["megatron_cfg"] = section | config.pop("megatron_cfg", {}) | config.pop("dtensor_cfg", {})
+            own = config.pop("dtensor_cfg", {})
+            renamed = {"peft" if name == "lora_cfg" else name: value for name, value in own.items()}
+            config["megatron_cfg"] = section | config.pop("megatron_cfg", {}) | renamed
         arguments: dict[str, Any] = {"path": self._models[model], "calls": calls, "config": config}
         if layout not in MULTIPLE:
             return play(SINGLE_RANK if layout == "plain" else FSDP2_ALONE, **arguments)

@@ -36,7 +36,12 @@ EACH = [
     ("2 ranks", "llama", "samples"),
     ("tp 2", "qwen3", "packed"),
     ("2 x tp 2", "llama", "samples"),
+    ("megatron dp 2", "qwen2", "packed"),
+    ("megatron tp 2", "qwen3", "samples"),
+    ("megatron pp 2", "llama", "packed"),
+    ("megatron tp 2 sp", "qwen3", "packed"),
 ]
+MEGATRON_LAYOUTS = ("megatron dp 2", "megatron tp 2")
 WEIGHTS = "adapter/adapter_model.safetensors"
 
 
@@ -143,6 +148,42 @@ def test_engines_and_readers_of_the_checkpoint_get_the_merged_model(
     torch.testing.assert_close(expected_logprobs(first, batch), result.before[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["2 ranks", "tp 2", *MEGATRON_LAYOUTS])
+def test_an_engine_that_holds_adapters_gets_b_with_its_scale(
+    layout: str, run: Layouts, adapters: dict[str, Path]
+) -> None:
+    saved = load_file(adapters["qwen2"] / WEIGHTS)
+    sent = run(
+        layout, "qwen2", ("load", adapters["qwen2"]), ("run_with_weights", clones, {"adapter_only": True}), **CONFIG
+    )[1]
+    assert sent.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(sent[name], tensor * 2 if "lora_B" in name else tensor), name  # alpha 8 / dim 4
+
+
+@pytest.mark.parametrize(
+    ("named", "adapted"),
+    [
+        (["linear_qkv", "linear_fc2"], {"q_proj", "k_proj", "v_proj", "down_proj"}),
+        (["k_proj", "up_proj"], {"k_proj", "up_proj"}),
+    ],
+)
+def test_megatrons_layers_are_adapted_whole_or_in_part(
+    named: list[str], adapted: set[str], run: Layouts, tmp_path: Path
+) -> None:
+    """As the backend of transformers adapts the same matrices, after steps in which all of them learn."""
+    steps = [("train_step", make_batch(LENGTHS, seed=seed), WeightedNLL()) for seed in range(2)]
+    calls = [*steps, ("save", tmp_path, {"save_optimizer": False}), ("run_with_weights", clones)]
+    metrics, _, _, weights = run(
+        "megatron tp 2", "qwen2", *calls, dtensor_cfg={"lora_cfg": LORA | {"target_modules": named}}
+    )
+    assert {name.split(".")[-3] for name in load_file(tmp_path / WEIGHTS)} == adapted
+    matrices = {"dtensor_cfg": {"lora_cfg": LORA | {"target_modules": sorted(adapted)}}}
+    expected_metrics, _, expected = run("plain", "qwen2", *steps, calls[-1], **matrices)
+    assert_same_metrics(metrics, expected_metrics)
+    assert_near(weights, expected, atol=1e-4)
+
+
 def test_two_ranks_merge_what_one_merges(learnt: Any, run: Layouts, adapters: dict[str, Path]) -> None:
     calls = [("load", adapters["llama"]), ("run_with_weights", clones)]
     expected = run("plain", "llama", *calls, **CONFIG)[1]
@@ -164,12 +205,13 @@ def test_only_adapters_are_trained_and_merging_changes_nothing(models: dict[str,
 
 
 def test_first_adapters_change_nothing_and_are_the_same_on_every_layout(run: Layouts, tmp_path: Path) -> None:
-    for layout in LAYOUTS:
+    layouts = (*LAYOUTS, *MEGATRON_LAYOUTS)
+    for layout in layouts:
         save = ("save", tmp_path / layout, {"save_optimizer": False})
         (*_, weights) = run(layout, "qwen2", save, ("finish_save",), ("run_with_weights", clones), **CONFIG)
         base = run("plain", "qwen2", ("run_with_weights", clones))[0]
         assert all(torch.equal(weights[name], base[name]) for name in base)
-    first, *others = [load_file(tmp_path / layout / WEIGHTS) for layout in LAYOUTS]
+    first, *others = [load_file(tmp_path / layout / WEIGHTS) for layout in layouts]
     assert all(torch.equal(other[name], first[name]) for other in others for name in first)
 
 
@@ -196,7 +238,7 @@ def test_result_does_not_depend_on_how_it_is_computed(
     assert_near(weights, expected)
 
 
-@pytest.mark.parametrize("layout", ["plain", "2 ranks", "2 x tp 2"])
+@pytest.mark.parametrize("layout", ["plain", "2 ranks", "2 x tp 2", "megatron tp 2"])
 def test_gradient_is_clipped_over_the_adapters(
     layout: str, run: Layouts, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -210,7 +252,7 @@ def test_gradient_is_clipped_over_the_adapters(
     assert torch.stack([(before[n] - after[n]).norm() for n in before]).norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "megatron tp 2"])
 def test_training_goes_on_exactly_after_loading_an_adapter_alone(layout: str, run: Layouts, tmp_path: Path) -> None:
     steps = [("train_step", make_batch(LENGTHS, seed=seed), WeightedNLL()) for seed in range(4)]
     config: dict[str, Any] = {
@@ -227,7 +269,16 @@ def test_training_goes_on_exactly_after_loading_an_adapter_alone(layout: str, ru
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize(("written_on", "read_on"), [("plain", "2 ranks"), ("2 ranks", "tp 2"), ("tp 2", "plain")])
+@pytest.mark.parametrize(
+    ("written_on", "read_on"),
+    [
+        ("plain", "2 ranks"),
+        ("2 ranks", "tp 2"),
+        ("tp 2", "plain"),
+        ("tp 2", "megatron tp 2"),
+        ("megatron tp 2", "plain"),
+    ],
+)
 def test_checkpoint_moves_between_layouts(written_on: str, read_on: str, run: Layouts, tmp_path: Path) -> None:
     steps = [("train_step", make_batch(LENGTHS, seed=seed), WeightedNLL()) for seed in range(2)]
     save = ("save", tmp_path, {"save_optimizer": True})
@@ -239,7 +290,7 @@ def test_checkpoint_moves_between_layouts(written_on: str, read_on: str, run: La
     assert_near(weights, expected, atol=1e-4)  # AdamW divides by what may be near 0
 
 
-@pytest.mark.parametrize("layout", ["plain", "2 ranks"])
+@pytest.mark.parametrize("layout", ["plain", "2 ranks", "megatron dp 2"])
 def test_bfloat16_is_near_float32_and_keeps_float32_adapters(
     layout: str, run: Layouts, adapters: dict[str, Path]
 ) -> None:

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.kinds import Entry, Section, factory_at
+from nemo_rl.config.kinds import Entry, factory_at
 from nemo_rl.config.layout import ExpertLayout
+from nemo_rl.config.lora import LoraAdapterConfig
 from nemo_rl.config.moe import num_experts
 from nemo_rl.config.policy import AUTO, BackendConfig, ParallelModelConfig, PolicyConfig
 from nemo_rl.errors import ConfigError
@@ -20,25 +21,8 @@ EXPERT_MODEL_TYPES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # by ex
 LENGTH_ROPES = ("dynamic", "longrope")  # frequencies of a whole row
 COMPILED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by default: tests show that their outputs and gradients are equal
 DIVIDED_WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-LORA_KEY = "policy.dtensor_cfg.lora_cfg"
 KEPT_SHARE = 0.25  # share of a device for whole weights and gradients if keep_unsharded is auto
-CHECK_ADAPTED_MODULES = factory_at("nemo_rl.policy.fsdp2.lora:check_modules")  # builds the model on the meta device
-
-
-class LoraAdapterConfig(Section):
-    """W + alpha / dim * B A of every adapted layer (LoRA, arXiv 2106.09685): B and A are trained, W is frozen.
-
-    A layer is named by its last part (`q_proj`), its full name, or a pattern of the full name (`*.layers.0.*`).
-    """
-
-    enabled: bool = False  # train adapters alone; false: all weights
-    target_modules: list[str] = Field(default_factory=list)  # linear layers; empty: all but the output layer
-    exclude_modules: list[str] = Field(default_factory=list)  # layers without an adapter
-    match_all_linear: bool = False  # the explicit form of empty target_modules
-    dim: int = Field(default=8, gt=0)  # the rank of B A
-    alpha: int = Field(default=32, gt=0)  # numerator of the scale alpha / dim
-    lora_A_init: Literal["xavier", "kaiming"] = "xavier"  # normal or uniform values; B is initially 0
-    save_merged: bool = True  # checkpoints also hold the merged model in weights/; false: the adapter alone
+CHECK_ADAPTED_MODULES = factory_at("nemo_rl.policy.adapted_layers:check_modules")  # builds the model on the meta device
 
 
 class DTensorConfig(BackendConfig):
@@ -115,13 +99,15 @@ class DTensorConfig(BackendConfig):
 class TrainedDTensorConfig(DTensorConfig):
     """FSDP2 of a model that is trained, all weights or adapters alone."""
 
+    ADAPTER_KEY: ClassVar[str] = "lora_cfg"
+
     lora_cfg: LoraAdapterConfig = LoraAdapterConfig.with_defaults()
     # patterns of the full names of weights that are not trained, e.g. *.gate.weight, the routers of most models
     frozen_parameters: list[str] = Field(default_factory=list)
 
     @property
-    def adapter_dim(self) -> int | None:
-        return self.lora_cfg.dim if self.lora_cfg.enabled else None
+    def adapter_section(self) -> LoraAdapterConfig | None:
+        return self.lora_cfg if self.lora_cfg.enabled else None
 
     def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
         super().check_model(model, key=key)
@@ -228,13 +214,19 @@ def check_lora(key: str, section: TrainedDTensorConfig, policy: PolicyConfig) ->
     if policy.parallelism is not section:
         is_auto = policy.backend == AUTO
         other = f"policy.{policy.backend_key}.enabled is true" if is_auto else f"policy.backend is {policy.backend}"
-        raise ConfigError(f"{lora_key}.enabled", True, f"{other}, which trains all weights; allowed: one of the two")
+        problem = f"{other}; allowed: one of the two, or Megatron's own adapters (policy.megatron_cfg.peft)"
+        raise ConfigError(f"{lora_key}.enabled", True, problem)
     if section.splits_residual:
         problem = f"{lora_key}.enabled is true: adapters take all tokens of a layer; allowed: false"
         raise ConfigError(f"{key}.sequence_parallel", True, problem)
-    if lora.match_all_linear and lora.target_modules:
-        problem = f"{lora_key}.match_all_linear is true; allowed: one of the two"
-        raise ConfigError(f"{lora_key}.target_modules", lora.target_modules, problem)
+    check_patterns(lora, key=lora_key)
+
+
+def check_patterns(lora: LoraAdapterConfig, *, key: str) -> None:
+    """Raise ConfigError for two ways to name the adapted layers; `key` is that of `lora`."""
+    if lora.enabled and lora.match_all_linear and lora.target_modules:
+        problem = f"{key}.match_all_linear is true; allowed: one of the two"
+        raise ConfigError(f"{key}.target_modules", lora.target_modules, problem)
 
 
 FSDP2: Entry[Any] = Entry(

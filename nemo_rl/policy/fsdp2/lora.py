@@ -1,37 +1,28 @@
 """LoRA by peft: the adapters in a model, merging them into its weights, and the directory they are saved in.
 
-`adapter/` is peft's own format (adapter_config.json, adapter_model.safetensors), which PeftModel.from_pretrained loads.
+`adapter/` is peft's own format (adapter_files.py), which PeftModel.from_pretrained loads.
 peft is imported only when a model gets adapters, since that takes seconds.
 """
 
-import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from nemo_rl.errors import CheckpointError, ConfigError
-from nemo_rl.policy.fsdp2.backend import LORA_KEY, LoraAdapterConfig
-from nemo_rl.policy.fsdp2.experts import find_experts
+from nemo_rl.policy.adapted_layers import initial_values, make_peft_config, select_adapted_modules
+from nemo_rl.policy.adapter_files import read_matching_adapter, save_adapter, to_file_name
+from nemo_rl.policy.fsdp2.backend import LoraAdapterConfig
 from nemo_rl.policy.fsdp2.sharding import BASE_LAYER
 from nemo_rl.policy.fsdp2.shards import gather_full_tensor, own_part
 from nemo_rl.token_columns import ROUTED_EXPERTS
 
-DIRECTORY = "adapter"  # subdirectory of a checkpoint
-WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-
 _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
-_PREFIX = "base_model.model."  # begins the names in peft's files
 
 
 class Adapters:
@@ -46,31 +37,24 @@ class Adapters:
     """
 
     def __init__(self, model: PreTrainedModel, section: LoraAdapterConfig, *, base: str) -> None:
-        from peft import LoraConfig, TaskType, inject_adapter_in_model
+        from peft import inject_adapter_in_model
 
         names = select_adapted_modules(model, section)
         self._model = model
-        self._config = LoraConfig(
-            task_type=TaskType.CAUSAL_LM,
-            base_model_name_or_path=base,
-            target_modules=_short_names(model, names),
-            r=section.dim,
-            lora_alpha=section.alpha,
-        )
+        self._config = make_peft_config(model, names, section, base=base)
         inject_adapter_in_model(self._config, model)
         self._config.inference_mode = True  # as peft's own files say
         self._layers: list[Any] = [model.get_submodule(name) for name in names]
         self.scale = section.alpha / section.dim
         self._initialization = section.lora_A_init
+        self.save_merged = section.save_merged
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Set A to random values and B to 0: on every rank its shards of the same values."""
-        generator = torch.Generator().manual_seed(seed)
-        for layer in self._layers:
-            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-            whole = torch.empty(a.shape)
-            _initialize_lora_a(whole, self._initialization, generator)
+        parts = [(layer.lora_A["default"].weight, layer.lora_B["default"].weight) for layer in self._layers]
+        drawn = initial_values((a.shape for a, _ in parts), self._initialization, seed)
+        for (a, b), whole in zip(parts, drawn, strict=True):
             index, local = own_part(a)
             local.copy_(whole[index])
             own_part(b)[1].zero_()
@@ -92,36 +76,18 @@ class Adapters:
         """Yield the adapters' whole tensors under the names of peft's files; all ranks iterate together."""
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if name.endswith((_A, _B)):
-                yield _PREFIX + name.replace(".default.", "."), gather_full_tensor(tensor.detach())
-
-    def scaled_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `tensors` for an engine that adds B A as they are: B is multiplied by the scale."""
-        for name, tensor in self.tensors():
-            yield name, (tensor * self.scale if name.endswith(_B.replace(".default", "")) else tensor).to(dtype)
+                yield to_file_name(name), gather_full_tensor(tensor.detach())
 
     def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
         """Write what `tensors` yielded, in peft's format."""
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file(dict(tensors), directory / WEIGHTS_FILE)
-        self._config.save_pretrained(str(directory))
+        save_adapter(tensors, self._config, directory)
 
     def load(self, directory: Path) -> None:
         """Load an adapter; raises CheckpointError for none there, or one of other layers or sizes."""
-        try:
-            saved = load_file(directory / WEIGHTS_FILE)
-            config = json.loads((directory / CONFIG_FILE).read_text())
-        except (OSError, SafetensorError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{directory} holds no adapter: {error}") from error
-        own = {n: t.shape for n, t in self._model.state_dict(keep_vars=True).items() if n.endswith((_A, _B))}
-        given: dict[str, Any] = {
-            n.removeprefix(_PREFIX).replace(".weight", ".default.weight"): t for n, t in saved.items()
-        }
-        if own != {n: t.shape for n, t in given.items()}:
-            raise CheckpointError(f"{directory} holds the adapter of other layers or of another dim")
-        if config.get("lora_alpha") != self._config.lora_alpha:
-            raise CheckpointError(
-                f"{directory} holds an adapter of alpha {config.get('lora_alpha')}, not {self._config.lora_alpha}"
-            )
+        own = {to_file_name(n): n for n in self._model.state_dict(keep_vars=True) if n.endswith((_A, _B))}
+        shapes = {name: self._model.get_parameter(own[name]).shape for name in own}
+        found = read_matching_adapter(directory, shapes, self._config.lora_alpha)
+        given: dict[str, Any] = {own[name]: tensor for name, tensor in found.items()}
         set_model_state_dict(self._model, given, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
@@ -171,62 +137,3 @@ def merge_adapter_weights(
         elif not name.endswith((_A, _B)):
             merged[name.replace(BASE_LAYER, ".")] = tensor
     return merged
-
-
-def check_modules(section: LoraAdapterConfig, model_config: PreTrainedConfig) -> None:
-    """Raise ConfigError for names of layers that a model of this configuration does not have; needs no weights."""
-    if section.enabled:
-        with torch.device("meta"):
-            select_adapted_modules(AutoModelForCausalLM.from_config(model_config), section)
-
-
-def select_adapted_modules(model: PreTrainedModel, section: LoraAdapterConfig) -> list[str]:
-    """Return the full names of the layers that get an adapter, in the model's order.
-
-    Raises:
-        ConfigError: a name that no layer has, or nothing left to adapt.
-    """
-    output = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    allowed = [name for name, module in linear.items() if module is not output]
-    has_experts = next(find_experts(model), None) is not None
-    _check_patterns(f"{LORA_KEY}.target_modules", section.target_modules, allowed, has_experts=has_experts)
-    _check_patterns(f"{LORA_KEY}.exclude_modules", section.exclude_modules, list(linear), has_experts=has_experts)
-    names = [
-        name
-        for name in allowed
-        if (not section.target_modules or _matches(name, section.target_modules))
-        and not _matches(name, section.exclude_modules)
-    ]
-    if not names:
-        kind = model.config.model_type
-        raise ConfigError(f"{LORA_KEY}.enabled", True, f"no linear layer of this {kind!r} model is left to adapt")
-    return names
-
-
-def _check_patterns(key: str, patterns: list[str], names: list[str], *, has_experts: bool) -> None:
-    known = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    experts = " (experts are stacked weights, and have no adapters)" if has_experts else ""
-    for pattern in patterns:
-        if not any(_matches(name, [pattern]) for name in names):
-            problem = f"no linear layer of that name to adapt{experts}; known: {', '.join(known)}"
-            raise ConfigError(key, pattern, problem)
-
-
-def _matches(name: str, patterns: list[str]) -> bool:
-    return any(f".{name}".endswith(f".{pattern}") or fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _short_names(model: nn.Module, names: list[str]) -> list[str]:
-    """Return the last parts of the names if they match the same layers, else the names."""
-    last_parts = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    meant = [name for name, _ in model.named_modules() if _matches(name, last_parts)]
-    return last_parts if meant == names else names
-
-
-@torch.no_grad()
-def _initialize_lora_a(a: torch.Tensor, how: str, generator: torch.Generator) -> None:
-    if how == "xavier":
-        nn.init.xavier_normal_(a, generator=generator)
-    else:
-        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)

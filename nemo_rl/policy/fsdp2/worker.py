@@ -30,6 +30,7 @@ from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, optimizers, step_report
+from nemo_rl.policy.adapter_files import DIRECTORY as ADAPTER_DIRECTORY
 from nemo_rl.policy.context_parallel import sliced_tokens
 from nemo_rl.policy.expert_routing import ExpertRouting, make_routing
 from nemo_rl.policy.fsdp2 import sharding
@@ -43,7 +44,6 @@ from nemo_rl.policy.fsdp2.backend import (
 )
 from nemo_rl.policy.fsdp2.balance import RouterBalance, freeze_routers, routed_tokens
 from nemo_rl.policy.fsdp2.experts import gather_experts
-from nemo_rl.policy.fsdp2.lora import DIRECTORY as ADAPTER_DIRECTORY
 from nemo_rl.policy.fsdp2.lora import Adapters, AdaptersDisabled, LazyMergedWeight, merge_adapter_weights
 from nemo_rl.policy.fsdp2.shards import gather_full_tensor, num_holders
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
@@ -174,21 +174,9 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self._model, dtype, adapter_scale=self._adapters.scale if self._adapters else None)
 
-    def _named_adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        return super()._named_adapter(dtype) if self._adapters is None else self._adapters.scaled_tensors(dtype)
-
     def _routing_metrics(self) -> dict[str, float]:
         routing = self.module.routing
         return routing.take_metrics(self.layout) if isinstance(routing, ExpertRouting) else {}
-
-    def _start_weights_save(self, path: Path) -> None:
-        if self._adapters is not None:
-            copies = self._saving.copy_weights(self._adapters.tensors(), is_rank0=self._is_rank0)
-            if self._is_rank0:
-                self._saving.begin_files(self._adapters.save, copies, path / ADAPTER_DIRECTORY)
-            if not self.config.section_of(TrainedDTensorConfig).lora_cfg.save_merged:
-                return
-        super()._start_weights_save(path)
 
     def _load_weights(self, path: Path) -> None:
         if self._adapters is None:

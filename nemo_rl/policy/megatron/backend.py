@@ -1,6 +1,7 @@
 """The entries of the Megatron backend: their sections and checks. Imports neither torch nor Megatron."""
 
 import importlib.util
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -8,9 +9,15 @@ from pydantic import Field
 
 from nemo_rl.config.kinds import Entry, Section, factory_at
 from nemo_rl.config.layout import ExpertLayout
+from nemo_rl.config.lora import LoraAdapterConfig
 from nemo_rl.config.policy import BackendConfig, PolicyConfig
 from nemo_rl.errors import ConfigError
-from nemo_rl.policy.fsdp2.backend import check_context_parallel, check_divides_widths
+from nemo_rl.policy.fsdp2.backend import (
+    CHECK_ADAPTED_MODULES,
+    check_context_parallel,
+    check_divides_widths,
+    check_patterns,
+)
 from nemo_rl.policy.megatron.mixtures import MIXTURE_TYPES, REFUSED_MIXTURES, check_mixture, read_mixture
 
 if TYPE_CHECKING:
@@ -18,6 +25,13 @@ if TYPE_CHECKING:
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", *MIXTURE_TYPES)
 SUPPORTED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
+PEFT_KEY = "policy.megatron_cfg.peft"
+MATRICES = {  # that Megatron's linear layers hold, under Hugging Face's names
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
 SUPPORTED_ROTARY_EMBEDDINGS = ("default", "linear", "llama3")
 
 
@@ -127,13 +141,44 @@ class MegatronConfig(BackendConfig):
         check_model(self, model, key=key)
 
 
-class TrainedMegatronConfig(MegatronConfig):
-    """Megatron-core for a model that is trained."""
+class MegatronLoraConfig(LoraAdapterConfig):
+    """LoRA on Megatron; layers may also have Megatron's names, each of which means all of the matrices in it."""
 
+    def in_model_names(self) -> LoraAdapterConfig:
+        """Return the section with Hugging Face's names in place of Megatron's."""
+        patterns = {"target_modules": self.target_modules, "exclude_modules": self.exclude_modules}
+        return self.model_copy(update={key: list(to_model_names(own)) for key, own in patterns.items()})
+
+
+def to_model_names(patterns: Iterable[str]) -> Iterator[str]:
+    """Yield Hugging Face's names in place of Megatron's.
+
+    Example: "*.layers.0.*.linear_proj" is "*.layers.0.*.o_proj".
+    """
+    for pattern in patterns:
+        start, dot, last = pattern.rpartition(".")
+        yield from (f"{start}{dot}{name}" for name in MATRICES.get(last, (last,)))
+
+
+class TrainedMegatronConfig(MegatronConfig):
+    """Megatron-core for a model that is trained, all weights or adapters alone."""
+
+    ADAPTER_KEY: ClassVar[str] = "peft"
+
+    peft: MegatronLoraConfig = MegatronLoraConfig.with_defaults()
     activation_checkpointing: bool = False  # compute activations again in the backward pass, which saves memory
     optimizer: MegatronOptimizerConfig | None = None  # None: policy.optimizer
     scheduler: MegatronSchedulerConfig | None = None  # None: policy.scheduler
     distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig.with_defaults()
+
+    @property
+    def adapter_section(self) -> LoraAdapterConfig | None:
+        return self.peft if self.peft.enabled else None
+
+    def check_model(self, model: "PreTrainedConfig", *, key: str) -> None:
+        super().check_model(model, key=key)
+        if self.peft.enabled:
+            CHECK_ADAPTED_MODULES(self.peft.in_model_names(), model, key=PEFT_KEY)
 
     def reduction_on(self, device_type: str, data_parallel_size: int) -> GradientReduction:
         """Return how the ranks of a layout reduce gradients."""
@@ -160,6 +205,7 @@ def check_training(key: str, section: TrainedMegatronConfig, policy: PolicyConfi
         problem = f"{key}.scheduler starts from it; allowed: above 0"
         raise ConfigError("policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr"), problem)
     _check_scheduler(section, key)
+    check_patterns(section.peft, key=f"{key}.peft")
     replay = policy.router_replay
     if replay.records_own:
         problem = "Megatron's ranks replay the experts of engines, and record none; allowed: R3, observe"

@@ -1,9 +1,9 @@
 """Loading and gathering a stage's weights, or tensors of their shape, under Hugging Face's names."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ OUTPUT = "lm_head.weight"
 EXPERT_BIAS = "router.expert_bias"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
+NamedT = TypeVar("NamedT")
 Value = Callable[[torch.Tensor], torch.Tensor]  # from a parameter or buffer of the stage
 Store = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -29,18 +30,29 @@ class StageWeights:
     Gathering is collective over the ranks of a copy of the model, and goes weight by weight.
     """
 
-    def __init__(self, stage: Stage, model: PreTrainedConfig, shapes: Mapping[str, torch.Size]) -> None:
-        """Find the stage's weights; `shapes` are those of all whole tensors, by Hugging Face's names."""
+    def __init__(
+        self,
+        stage: Stage,
+        model: PreTrainedConfig,
+        shapes: Mapping[str, torch.Size],
+        *,
+        weights: Sequence[Weight] | None = None,
+    ) -> None:
+        """Find the stage's weights among `weights` (None: all of the model's, without adapters).
+
+        `shapes` are those of all whole tensors, by Hugging Face's names.
+        """
         self.shapes = shapes
         expert_tensor_size = dist.get_world_size(parallel.expert_tensor_group())
-        self._weights = list(iter_model_weights(model, expert_tensor_size=expert_tensor_size))
+        of_model = iter_model_weights(model, expert_tensor_size=expert_tensor_size) if weights is None else weights
+        self._weights = list(of_model)
         tensors = dict(_global_named_tensors(stage))
         names = {w.name: w.tensor_names(_num_ranks(w)) for w in self._weights}
         self._held = {name: [tensors[n] for n in own] for name, own in names.items() if own[0] in tensors}
         self._is_split = {id(t): w.is_split for w in self._weights for t in self._held.get(w.name, ())}
         self._stage_of, self._trained = _stages({name: _is_trained(own[0]) for name, own in self._held.items()})
         self._copy: tuple[Weight, list[torch.Tensor]] | None = None  # the tied embedding, in the last stage
-        if model.tie_word_embeddings and "output_layer.weight" in tensors:
+        if weights is None and model.tie_word_embeddings and "output_layer.weight" in tensors:
             embedding = replace(self._weights[0], name="output_layer.weight")
             self._copy = (embedding, [tensors["output_layer.weight"]])
 
@@ -126,10 +138,19 @@ class StageWeights:
 
 def _global_named_tensors(stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and buffers, named by their layer's index among all layers."""
+    return _globally_named(stage, [*stage.named_parameters(), *stage.named_buffers()])
+
+
+def global_named_modules(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules, named by their layer's index among all layers."""
+    return _globally_named(stage, stage.named_modules())
+
+
+def _globally_named(stage: Stage, named: Iterable[tuple[str, NamedT]]) -> Iterator[tuple[str, NamedT]]:
     numbers = [cast(int, layer.layer_number) - 1 for layer in stage.decoder.layers]
-    for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
+    for name, value in named:
         match = _LAYER.match(name)
-        yield (_LAYER.sub(f"decoder.layers.{numbers[int(match[1])]}.", name) if match else name), tensor
+        yield (_LAYER.sub(f"decoder.layers.{numbers[int(match[1])]}.", name) if match else name), value
 
 
 def _stages(own: dict[str, bool]) -> tuple[dict[str, int], set[str]]:

@@ -20,6 +20,8 @@ from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores, TopK
 from nemo_rl.policy import optimizers, step_report
+from nemo_rl.policy.adapter_files import DIRECTORY as ADAPTER_DIRECTORY
+from nemo_rl.policy.batch_transfer import ScoredRows
 from nemo_rl.policy.context_parallel import context_ranks, sliced_tokens
 from nemo_rl.policy.hf_model import (
     ModelTensors,
@@ -35,6 +37,7 @@ from nemo_rl.policy.megatron.backend import MegatronConfig, TrainedMegatronConfi
 from nemo_rl.policy.megatron.balance import StageBalance, routed_tokens
 from nemo_rl.policy.megatron.experts import freeze_routers
 from nemo_rl.policy.megatron.kernels import choose_kernels
+from nemo_rl.policy.megatron.lora import StageAdapters
 from nemo_rl.policy.megatron.mixtures import read_mixture
 from nemo_rl.policy.megatron.model import DTYPES, Stage, transformer_config
 from nemo_rl.policy.megatron.optimizer import MainWeights, OptimizerState
@@ -47,6 +50,7 @@ from nemo_rl.policy.offload import optimizer_tensors
 from nemo_rl.policy.ranks import RankLayout
 from nemo_rl.policy.truncation import sampling_mask_metrics
 from nemo_rl.policy.worker import ConfigT, PolicyWorker, ScoringWorker, TeacherWorker
+from nemo_rl.token_columns import ROUTED_EXPERTS
 from nemo_rl.types import TrainingBatch
 
 IndexedMicroBatch = tuple[torch.Tensor, TrainingBatch]  # rows of the batch, and the micro-batch itself
@@ -128,6 +132,8 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
     Arguments and errors are those of `PolicyWorker`.
     """
 
+    _adapters: StageAdapters | None = None
+
     def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
         config, layout, section = self.config, self.layout, self.config.section_of(TrainedMegatronConfig)
         section.check_model(load_config(model_path, config.hf_config_overrides), key="policy.megatron_cfg")
@@ -138,14 +144,16 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         stage = make_stage(model, config, temperature=temperature, device=self.device, layout=layout)
         stage.truncation = self.truncation
         self._weights = stage_weights(stage, model)
-        self._main = MainWeights(stage, counts_in_norm=self._weights.counts_in_norm)
+        if section.peft.enabled:
+            self._adapters = StageAdapters(stage, model, section.peft, base=model_path)
+            self._num_matmul_parameters = matmul_parameters(model.requires_grad_(False)) + self._adapters.num_parameters
+        trained = self._weights if self._adapters is None else self._adapters.weights
+        self._main = MainWeights(stage, counts_in_norm=trained.counts_in_norm)
         self._weights.load(tensors, self._main.store)
+        if self._adapters is not None:
+            self._adapters.initialize(seed, self._main)
         self._main.copy_to_model()
-        self._reference = None
-        if needs_reference:
-            where: dict[str, Any] = {"device": self.device, "layout": layout}
-            self._reference = frozen_stage(model, tensors, config, temperature=temperature, **where)
-            self._reference.truncation = self.truncation
+        self._reference = self._make_reference(stage, model, tensors, temperature) if needs_reference else None
         balance = None
         if config.moe.balances:
             balance = StageBalance(stage, config.moe, layout=layout, group=parallel.data_group())
@@ -165,7 +173,7 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         groups = self._main.groups(decay_norm_and_bias=torch_names.optimizer.decay_norm_and_bias)
         self._optimizer = optimizers.make_optimizer(torch_names, groups)
         self._scheduler = optimizers.make_scheduler(torch_names, self._optimizer)
-        self._state = OptimizerState(self._optimizer, self._main, self._weights, layout)
+        self._state = OptimizerState(self._optimizer, self._main, trained, layout)
         self._trainer = MegatronTrainer(
             module=self._distributed,
             main=self._main,
@@ -177,6 +185,15 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
             balance=balance,
         )
 
+    def _make_reference(self, stage: Stage, model: PreTrainedModel, tensors: ModelTensors, temperature: float) -> Stage:
+        """Return a frozen copy of the initial model, or the stage itself, whose adapters can be disabled."""
+        if self._adapters is not None:
+            return stage
+        where: dict[str, Any] = {"device": self.device, "layout": self.layout}
+        reference = frozen_stage(model, tensors, self.config, temperature=temperature, **where)
+        reference.truncation = self.truncation
+        return reference
+
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the weights, which every rank gathers from those of its own copy of the model.
 
@@ -185,13 +202,24 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
         value = self._main.of
         if self._main.is_divided:
             value = _itself if dtype == DTYPES[self.config.precision] else self._main.whole
+        if self._adapters is not None:
+            value = self._adapters.merged(value)
         return tensors_of_files(self._model, self._weights.all(value, dtype))
+
+    def reference_logprobs(self, batch: TrainingBatch) -> ScoredRows | None:
+        if self._adapters is None:
+            return super().reference_logprobs(batch)
+        with self._adapters.disabled():  # another policy, which replays no routes
+            return super().reference_logprobs(batch.exclude((keys.COLUMNS, ROUTED_EXPERTS)))
 
     def _routing_metrics(self) -> dict[str, float]:
         routing = self.module.routing
         return routing.take_metrics(self.layout) if isinstance(routing, StageRouting) else {}
 
     def _load_weights(self, path: Path) -> None:
+        if self._adapters is not None:
+            self._adapters.load(path / ADAPTER_DIRECTORY)
+            return
         directory = path / "weights"
         try:
             tensors = open_tensors(str(directory), self._model, {})
@@ -224,7 +252,7 @@ class MegatronPolicyWorker(MegatronScoringWorker[PolicyConfig], PolicyWorker):
             yield from (*self.module.parameters(), *self.module.buffers(), *self._main.tensors())
         elif part == "optimizer":
             yield from optimizer_tensors(self._optimizer)
-        elif self._reference is not None:
+        elif self._reference is not None and self._adapters is None:
             yield from (*self._reference.parameters(), *self._reference.buffers())
 
 

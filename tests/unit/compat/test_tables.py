@@ -144,19 +144,19 @@ def test_the_backend_that_is_off_is_not_judged(load: Load) -> None:
     off = "{enabled: false, custom_parallel_plan: plan, expert_parallel_size: 8, no_such_key: 1}"
     config = load(f"policy: {{dtensor_cfg: {off}, megatron_cfg: {{enabled: true}}}}")
     assert config.policy.backend_key == "megatron_cfg"
-    with pytest.raises(ConfigError, match="which trains all weights"):
+    with pytest.raises(ConfigError, match=r"or Megatron's own adapters \(policy\.megatron_cfg\.peft\)"):
         load("policy: {dtensor_cfg: {lora_cfg: {enabled: true}}, megatron_cfg: {enabled: true}}")
 
 
 def test_all_problems_are_told_at_once_grouped_by_cause(load: Load) -> None:
     with pytest.raises(CombinedConfigError) as refused:
         load(
-            "policy: {megatron_cfg: {enabled: true, peft: {enabled: true}, fp8_cfg: {enabled: true}}}",
+            "policy: {megatron_cfg: {enabled: true, peft: {enabled: true, dropout: 0.1}, fp8_cfg: {enabled: true}}}",
             "grpo.val_perod=3",
             "policy.generation.temperature=0",
         )
     assert [error.key for error in refused.value.errors] == [
-        "policy.megatron_cfg.peft.enabled",
+        "policy.megatron_cfg.peft.dropout",
         "policy.megatron_cfg.fp8_cfg.enabled",
         "grpo.val_perod",
         "policy.generation.temperature",

@@ -114,10 +114,22 @@ def test_a_layout_that_does_not_change_results_is_noted(load: Load, caplog: pyte
     )
 
 
+def test_adapters_have_nemo_rls_keys_and_megatrons_names_of_layers(load: Load) -> None:
+    peft = """{enabled: true, target_modules: [linear_qkv, "*.layers.0.*.linear_fc2", up_proj], exclude_modules: [],
+      dim: 4, alpha: 8, dropout: 0.0, dropout_position: post, lora_A_init_method: kaiming, lora_B_init_method: zero,
+      a2a_experimental: false, lora_dtype: None}"""
+    parallelism = load(NEMO_RL.replace("{enabled: false, dim: 8}", peft)).policy.parallelism
+    assert isinstance(parallelism, TrainedMegatronConfig)
+    own = parallelism.peft.in_model_names()
+    assert own.target_modules == ["q_proj", "k_proj", "v_proj", "*.layers.0.*.down_proj", "up_proj"]
+    assert (parallelism.adapter_dim, own.alpha, own.lora_A_init) == (4, 8, "kaiming")
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("peft.enabled=true", r"peft\.enabled = True: not available: Megatron trains all weights"),
+        ("peft.dropout=0.1", r"peft\.dropout = 0\.1: not available: dropout is off"),
+        ("peft.lora_B_init_method=normal", r"lora_B_init_method = 'normal': not available: B is initially 0"),
         ("fp8_cfg.enabled=true", r"fp8_cfg\.enabled = True"),
         ("optimizer.fp16=true", r"optimizer\.fp16 = True"),
         ("optimizer.optimizer=muon", r"optimizer\.optimizer = 'muon'"),

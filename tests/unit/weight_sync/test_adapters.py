@@ -11,6 +11,10 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.recipes import find_recipe
 from nemo_rl.weight_sync.adapters import choose_adapter_refit, num_live_versions
 
+ON_MEGATRON = (
+    *("policy.dtensor_cfg.lora_cfg.enabled=false", "++policy.megatron_cfg.enabled=true"),
+    "++policy.megatron_cfg.peft={enabled: true, dim: 8}",
+)
 BACKGROUND = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
 
 
@@ -28,6 +32,7 @@ def choose(*overrides: str, model: PreTrainedConfig | None = None, device: Any =
         ((*BACKGROUND, "grpo.async_grpo.max_trajectory_age_steps=0"), None, "merged", "no rollout runs"),
         ((*BACKGROUND, "weight_sync.adapter=merged"), None, "merged", "weight_sync.adapter is merged"),
         (("weight_sync.adapter=separate",), None, "separate", "weight_sync.adapter is separate"),
+        ((*BACKGROUND, *ON_MEGATRON), None, "separate", "rollouts run while the policy trains"),
         ((*BACKGROUND, "policy.generation.backend=hf"), None, "merged", "the hf engine"),
         (BACKGROUND, Qwen3MoeConfig(), "merged", "experts of this 'qwen3_moe' model"),
         (BACKGROUND, PreTrainedConfig(), "merged", "auto separates adapters of llama, qwen2, qwen3 alone"),
@@ -45,6 +50,7 @@ def test_auto_separates_where_rollouts_run_while_the_policy_trains(
     ("overrides", "said"),
     [
         (("policy.dtensor_cfg.lora_cfg.enabled=false",), "no adapter is trained"),
+        ((*ON_MEGATRON, "policy.megatron_cfg.peft.dim=513"), "policy.megatron_cfg.peft.dim is 513"),
         (("policy.generation.backend=hf",), "the hf engine holds whole weights"),
         (("policy.dtensor_cfg.lora_cfg.dim=513",), "dim is 513, and vLLM's adapters have at most 512"),
     ],

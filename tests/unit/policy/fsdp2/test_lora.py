@@ -7,14 +7,9 @@ import torch
 from transformers import MixtralConfig, Qwen2Config
 
 from nemo_rl.errors import ConfigError
+from nemo_rl.policy.adapted_layers import check_modules, select_adapted_modules
 from nemo_rl.policy.fsdp2.backend import LoraAdapterConfig
-from nemo_rl.policy.fsdp2.lora import (
-    Adapters,
-    LazyMergedWeight,
-    check_modules,
-    merge_adapter_weights,
-    select_adapted_modules,
-)
+from nemo_rl.policy.fsdp2.lora import Adapters, LazyMergedWeight, merge_adapter_weights
 from nemo_rl.policy.hf_model import matmul_parameters
 from tests.unit.policy.tiny import SIZES, gpt2, qwen2
 
