@@ -1,4 +1,4 @@
-"""NeMo-RL's `env` sections in this project's terms: its verifiers, its games, classes of a user's own.
+"""NeMo-RL's `env` sections in this project's terms: its verifiers and rewards, its games, classes of a user's own.
 
 NeMo-RL builds the entries that a dataset names, or that a run script of its own builds; here every entry has a type.
 """
@@ -25,7 +25,7 @@ PUZZLE_NOTE = (
 
 
 def translate_environments(config: dict[str, Any], report: Report) -> None:
-    """Write the math verifiers and the puzzle as kinds, and a section with a `type` as that of a user's class.
+    """Write the math verifiers, rewards of vision and the puzzle as kinds, and a `type` as that of a user's class.
 
     Every other entry is refused with the lines to write, whether or not a dataset names it.
     """
@@ -41,6 +41,8 @@ def translate_environments(config: dict[str, Any], report: Report) -> None:
             section["type"] = "math"
             if MATH_NAMES[name] is not None:
                 section.setdefault("math_verify_impl", MATH_NAMES[name])
+        if "reward_functions" in section:
+            section.setdefault("type", "tagged_answers")
         _name_verifier(section)
         if report.release is None or name in ENVIRONMENTS.names:
             continue

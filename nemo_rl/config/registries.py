@@ -87,6 +87,7 @@ ENVIRONMENTS = Kind(
         "verifiers": "nemo_rl.environments.ecosystem.verifiers:VERIFIERS",
         "harbor": "nemo_rl.environments.ecosystem.harbor:HARBOR",
         "reward_model": "nemo_rl.environments.scored_turn:REWARD_MODEL",
+        "tagged_answers": "nemo_rl.environments.tagged_answers:TAGGED_ANSWERS",
     },
     adapter="nemo_rl.environments.registry:adapt_environment",
 )
@@ -129,6 +130,9 @@ DATASETS = Kind(
         "Tulu3Preference": "nemo_rl.data.public_datasets:TULU3_PREFERENCE",
         "spell_backward": "nemo_rl.quickstart.words:SPELL_BACKWARD",
         "counted_squares": "nemo_rl.quickstart.pictures:COUNTED_SQUARES",
+        "clevr-cogent": "nemo_rl.data.public_pictures:CLEVR_COGENT",
+        "geometry3k": "nemo_rl.data.public_pictures:GEOMETRY3K",
+        "refcoco": "nemo_rl.data.public_pictures:REFCOCO",
         "open_assistant": "nemo_rl.data.public_datasets:OPEN_ASSISTANT",
         "file": "nemo_rl.data.row_sources:FILE",
         "csv": "nemo_rl.data.row_sources:CSV",

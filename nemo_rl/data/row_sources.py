@@ -120,7 +120,21 @@ def load_hub_rows(section: DatasetConfig, subset: str | None, **options: Any) ->
         loaded: Any = datasets.load_dataset(path, subset, split=section.split or "train", **options)
     except Exception as error:  # the library raises its own, huggingface_hub's, requests' and the file system's errors
         raise DataError(f"{section.data_path}: cannot be loaded: {type(error).__name__}: {error}") from error
-    return Table(path, (loaded,))
+    return Table(path, (_keep_files(loaded),))
+
+
+def _keep_files(loaded: Any) -> Any:
+    """Return a dataset whose images stay files, which data/images.py checks before it decodes them."""
+    has_images = any(map(_is_image, loaded.features.values()))
+    return loaded.with_format("arrow") if has_images else loaded
+
+
+def _is_image(feature: Any) -> bool:
+    """Return whether a feature of the datasets library is an image, or a list of them."""
+    import datasets
+
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", feature)
+    return isinstance(inner, datasets.Image)
 
 
 def _load_saved(path: str, split: str | None) -> Table:
@@ -138,7 +152,7 @@ def _load_saved(path: str, split: str | None) -> Table:
         loaded = loaded[name]
     elif split is not None:
         raise ConfigError("split", split, f"{path} is a single dataset without splits; allowed: null")
-    return Table(path, (loaded,))
+    return Table(path, (_keep_files(loaded),))
 
 
 def _table_format(path: str, key: str = "data_path") -> str:

@@ -10,6 +10,7 @@ from nemo_rl.data.rows import Row, digest_text
 Convert: TypeAlias = Callable[[Row], Row | None]  # None: the row is skipped
 
 BATCH_ROWS = 1_000  # converted to Python values at once
+BATCH_PICTURES = 16  # the same of rows with images, which are read as Arrow's tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,9 @@ class Table:
         """Yield each row with its number among the stored ones; only `fields` of them, unless there are none."""
         number = 0
         for part in self.parts:
-            for batch in (part.select_columns(list(fields)) if fields else part).iter(BATCH_ROWS):
+            chosen = part.select_columns(list(fields)) if fields else part
+            for batch in chosen.iter(BATCH_ROWS if chosen.format["type"] is None else BATCH_PICTURES):
+                batch = batch if isinstance(batch, dict) else batch.to_pydict()
                 names = list(batch)
                 for values in zip(*batch.values(), strict=True):
                     row = self._convert(dict(zip(names, values, strict=True)))
@@ -40,7 +43,9 @@ class Table:
         """Return one row by its number; it must not be one that `convert` skips."""
         for part in self.parts:
             if number < len(part):
-                row = self._convert(part[number])
+                stored = part[number]
+                stored = stored if isinstance(stored, dict) else stored.to_pylist()[0]
+                row = self._convert(stored)
                 assert row is not None
                 return dict(row)
             number -= len(part)

@@ -26,6 +26,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("run_grpo_rm.py", "Skywork/Skywork-Reward-V2-Qwen3-0.6B"),
         ("run_grpo_sliding_puzzle.py", "type: sliding_puzzle"),
         ("run_distillation_math.py", "topk_logits_k: 64"),
+        ("run_vlm_grpo.py", "dataset_name: counted_squares"),
     ],
 )
 def test_a_script_of_nemo_rls_name_has_its_recipe_by_default(
@@ -39,7 +40,6 @@ def test_a_script_of_nemo_rls_name_has_its_recipe_by_default(
     ("name", "said"),
     [
         ("run_ppo.py", "run_grpo.py --config reinforce_plus_plus"),
-        ("run_vlm_grpo.py", "only text"),
         ("run_vlm_sft.py", "only text"),
         ("run_xtoken_off_policy_distillation.py", "run_distillation.py --config distillation_cross_tokenizer"),
         ("run_grpo_single_controller.py", "run_grpo.py --config async"),
