@@ -11,6 +11,7 @@ import torch
 from nemo_rl.data.messages import parse_record, to_record
 from nemo_rl.data.prompt_loader import LoadedPrompt, PromptLoader
 from nemo_rl.experience.replay_buffer import BufferedGroup, DroppedGroup, ReplayBufferState
+from nemo_rl.image_features import ImageFeatures, PlacedImage
 from nemo_rl.token_columns import NO_COLUMNS, TokenColumns
 from nemo_rl.types import (
     Failure,
@@ -52,13 +53,15 @@ def buffer_state_to_dict(state: ReplayBufferState) -> dict[str, Any]:
         "token_ids": torch.tensor(token_store.token_ids, dtype=torch.int64),
         "generation_logprobs": torch.tensor(token_store.logprobs, dtype=torch.float64),
         "columns": token_store.column_tensors(),
+        "images": {digest: _features_to_dict(one) for digest, one in token_store.images.items()},
     }
 
 
 def buffer_state_from_dict(plain: Mapping[str, Any], loader: PromptLoader) -> ReplayBufferState:
     """Invert `buffer_state_to_dict`; `loader` has the same prompts in the same order."""
     columns = plain.get("columns", {})  # absent from buffers of earlier releases
-    token_store = _TokenStore(plain["token_ids"].tolist(), plain["generation_logprobs"].tolist(), columns)
+    images = {digest: _features_from_dict(digest, one) for digest, one in plain.get("images", {}).items()}  # likewise
+    token_store = _TokenStore(plain["token_ids"].tolist(), plain["generation_logprobs"].tolist(), columns, images)
     return ReplayBufferState(
         complete=tuple(_group_from_dict(one, loader.at(one["place"]), token_store) for one in plain["complete"]),
         in_flight=tuple(plain["in_flight"]),
@@ -66,15 +69,27 @@ def buffer_state_from_dict(plain: Mapping[str, Any], loader: PromptLoader) -> Re
     )
 
 
+def _features_to_dict(features: ImageFeatures) -> dict[str, Any]:
+    arrays = {name: torch.tensor(array) for name, array in features.arrays.items()}
+    return {"num_tokens": features.num_tokens, "arrays": arrays}
+
+
+def _features_from_dict(digest: str, plain: Mapping[str, Any]) -> ImageFeatures:
+    arrays = {name: tensor.numpy() for name, tensor in plain["arrays"].items()}
+    return ImageFeatures(digest, arrays, plain["num_tokens"])
+
+
 class _TokenStore:
-    """Numbers of all messages in order: written at the end, read from the beginning."""
+    """Numbers of all messages in order: written at the end, read from the beginning. Each image is there once."""
 
     def __init__(
         self,
         token_ids: Sequence[int] = (),
         logprobs: Sequence[float] = (),
         columns: Mapping[str, torch.Tensor] | None = None,
+        images: Mapping[str, ImageFeatures] | None = None,
     ) -> None:
+        self.images = dict(images or {})  # by digest
         self.token_ids = list(token_ids)
         self.logprobs = list(logprobs)
         self._columns = {dtype: [values.numpy()] for dtype, values in (columns or {}).items()}  # flat, by dtype
@@ -85,6 +100,7 @@ class _TokenStore:
     def write(self, message: TokenizedMessage) -> None:
         self.token_ids += message.token_ids
         self.logprobs += message.generation_logprobs or ()
+        self.images |= {placed.features.digest: placed.features for placed in message.images}
         for array in message.columns.values():
             self._columns.setdefault(array.dtype.name, []).append(array.reshape(-1))
 
@@ -131,12 +147,14 @@ def _trajectory_to_dict(trajectory: Trajectory, token_store: _TokenStore) -> dic
 
 def _message_to_dict(tokenized: TokenizedMessage, token_store: _TokenStore) -> dict[str, Any]:
     token_store.write(tokenized)
+    images = tokenized.images
     return {
         **to_record(tokenized.message),
         "num_tokens": len(tokenized.token_ids),
         "is_generated": tokenized.is_generated,
         "weight_spans": [[span.version, span.start, span.end] for span in tokenized.weight_spans],
         "columns": {name: [array.dtype.name, list(array.shape)] for name, array in tokenized.columns.items()},
+        **({"images": [[one.features.digest, list(one.positions)] for one in images]} if images else {}),
     }
 
 
@@ -182,4 +200,5 @@ def _message_from_dict(plain: Mapping[str, Any], token_store: _TokenStore) -> To
         token_store.read_logprobs(count) if plain["is_generated"] else None,
         tuple(WeightSpan(*span) for span in plain["weight_spans"]),
         token_store.read_columns(plain.get("columns", {})),
+        tuple(PlacedImage(token_store.images[digest], tuple(at)) for digest, at in plain.get("images", ())),
     )

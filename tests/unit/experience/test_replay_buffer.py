@@ -16,6 +16,7 @@ from nemo_rl.experience.replay_buffer_state import (
     buffer_state_to_dict,
     extract_buffer_state,
 )
+from nemo_rl.image_features import ImageFeatures, PlacedImage
 from nemo_rl.token_columns import NO_COLUMNS, TokenColumns
 from nemo_rl.types import (
     Failure,
@@ -31,6 +32,7 @@ from nemo_rl.types import (
     Trajectory,
     TrajectoryGroup,
     WeightSpan,
+    placed_images,
 )
 from tests.unit.experience.rollout_setup import prompt
 
@@ -133,13 +135,21 @@ def columns(draw, num_tokens: int) -> TokenColumns:
     return TokenColumns(arrays) if names else NO_COLUMNS
 
 
+FEATURES = [
+    ImageFeatures(name * 64, {"pixel_values": np.full((1, 2), number, np.float32)}, 1)
+    for number, name in enumerate("ab")
+]
+
+
 @st.composite
 def tokenized(draw) -> TokenizedMessage:
     token_ids = tuple(draw(st.lists(st.integers(0, 2**31), max_size=4)))
     logprobs = None
     if draw(st.booleans()):
         logprobs = tuple(draw(st.floats(max_value=0, allow_nan=False)) for _ in token_ids)
-    return TokenizedMessage(draw(MESSAGES), token_ids, logprobs, draw(SPANS), draw(columns(len(token_ids))))
+    images = tuple(draw(st.lists(st.sampled_from(FEATURES), max_size=2))) if token_ids else ()
+    placed = tuple(PlacedImage(one, (len(token_ids) - 1,)) for one in images)
+    return TokenizedMessage(draw(MESSAGES), token_ids, logprobs, draw(SPANS), draw(columns(len(token_ids))), placed)
 
 
 LOGS = st.lists(tokenized(), max_size=3).map(tuple)
@@ -195,10 +205,7 @@ def test_a_buffer_comes_back_as_it_was(tmp_path_factory, state: ReplayBufferStat
 
 
 def test_no_field_of_a_rollout_is_forgotten() -> None:
-    """A new field must be written down and drawn above; then it belongs here.
-
-    Not written are images, which background collection refuses (config/checks.py).
-    """
+    """A new field must be written down and drawn above; then it belongs here."""
     assert [f.name for f in fields(TokenizedMessage)] == [
         "message", "token_ids", "generation_logprobs", "weight_spans", "columns", "images",
     ]  # fmt: skip
@@ -207,6 +214,22 @@ def test_no_field_of_a_rollout_is_forgotten() -> None:
         "prompt", "group_id", "generation_index", "message_log", "stop_reason", "rewards", "answer", "num_turns",
         "weight_versions", "failure", "timings", "other_chains", "loss_weight", "chain_rewards", "response_faults",
     ]  # fmt: skip
+
+
+def test_the_pixels_of_images_come_back_once_each(tmp_path: Path) -> None:
+    placed = [PlacedImage(FEATURES[number], (number,)) for number in (0, 1)]
+    log = tuple(TokenizedMessage(Message("user", "x"), (1, 2), images=(each,)) for each in (*placed, placed[0]))
+    loaded = LOADER.at(0)
+    rollout = Trajectory(loaded.prompt, loaded.group_id, 0, log, StopReason.DONE)
+    group = TrajectoryGroup(loaded.group_id, loaded.prompt, (rollout,))
+    plain = buffer_state_to_dict(ReplayBufferState(complete=(BufferedGroup(0, 0, group),)))
+    assert len(plain["images"]) == 2
+    save_state(tmp_path / "state.pt", plain)
+    (read,) = buffer_state_from_dict(load_state(tmp_path / "state.pt"), LOADER).complete
+    found = [image.features for image in placed_images(read.group.trajectories[0].message_log)]
+    assert found[0] is found[2]
+    for features, own in zip(found, (0, 1, 0), strict=True):
+        assert np.array_equal(features.arrays["pixel_values"], FEATURES[own].arrays["pixel_values"])
 
 
 def test_the_state_of_a_synchronous_run_has_an_empty_buffer() -> None:
