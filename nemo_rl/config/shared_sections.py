@@ -66,6 +66,7 @@ class RolloutConfig(RolloutBoundsConfig):
     write_rollouts: bool = True  # rollouts/*.jsonl in the run directory
     write_token_ids: bool = False  # also the token ids of every message
     write_token_columns: bool = False  # with write_token_ids, also what the engine decided per token, compressed
+    write_thumbnails: bool = False  # rollouts/images/<digest>.webp, small copies of images for the viewer
 
     _check_columns = field_validator("write_token_columns")(require_token_ids)
 

@@ -11,13 +11,15 @@ from queue import SimpleQueue
 from threading import Thread
 
 from nemo_rl.durable_files import append_whole
-from nemo_rl.errors import RolloutError
+from nemo_rl.errors import DataError, RolloutError
 from nemo_rl.experience.rollout_rows import encode_json_line, rollout_row
+from nemo_rl.experience.thumbnails import ThumbnailWriter
 from nemo_rl.observability.lost_records import LostRecords
 from nemo_rl.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
+THUMBNAILS = "images"  # directory beside the file
 MAX_PENDING_ROLLOUTS = 4096  # per RolloutWriter; some hundred kilobytes each if they are long
 WRITE_TIMEOUT_S = 600.0  # limit for the disk to make room in the queue, and to write the rest at the end
 
@@ -40,6 +42,7 @@ class RolloutWriter:
         *,
         write_token_ids: bool = False,
         write_token_columns: bool = False,
+        write_thumbnails: bool = False,
         timeout_s: float = WRITE_TIMEOUT_S,
         lost: LostRecords | None = None,
     ) -> None:
@@ -51,6 +54,7 @@ class RolloutWriter:
         self._num_lost = 0  # rollouts that could not be written
         self._lost = LostRecords() if lost is None else lost
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._thumbnails = ThumbnailWriter(self.path.parent / THUMBNAILS) if write_thumbnails else None
         self._thread = Thread(target=self._append_all, name="rollout-writer", daemon=True)
         self._thread.start()
 
@@ -111,4 +115,14 @@ class RolloutWriter:
             if not self._num_lost:
                 logger.exception("rollouts cannot be written to %s", self.path)
             return False
+        self._write_thumbnails(trajectories)
         return True
+
+    def _write_thumbnails(self, trajectories: Sequence[Trajectory]) -> None:
+        if self._thumbnails is None:
+            return
+        try:
+            self._thumbnails.write(trajectories)
+        except (OSError, DataError) as error:
+            logger.warning("stopped writing thumbnails: %s", error)
+            self._thumbnails = None

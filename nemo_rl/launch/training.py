@@ -354,6 +354,7 @@ def _rollout_writer(
             path,
             write_token_ids=config.rollout.write_token_ids,
             write_token_columns=config.rollout.write_token_columns,
+            write_thumbnails=config.rollout.write_thumbnails,
             lost=lost,
         )
     )

@@ -85,6 +85,20 @@ def _part_text(part: object) -> str:
     return text if isinstance(text, str) else to_text(part)
 
 
+def images_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the parts of a message that are images, those in results of tools included."""
+    parts = message.get("parts")
+    found: list[Mapping[str, Any]] = []
+    for part in parts if isinstance(parts, list) else ():
+        inner = part.get("content") if isinstance(part, dict) else None
+        found += (one for one in (inner if isinstance(inner, list) else [part]) if _is_image(one))
+    return found
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image" and isinstance(part.get("digest"), str)
+
+
 def to_text(value: object) -> str:
     """Return any value of a file as text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)
@@ -108,6 +122,7 @@ def turns_of(chain: Chain) -> list[dict[str, Any]]:
                 "role": role if role in ("system", "user", "assistant", "tool", "environment") else "other",
                 "label": show(role)[:40],
                 "parts": [part for part in parts if part["text"]],
+                "images": [image["digest"] for image in images_of(message)],
                 "length": len(text),
                 "searched": "".join(part["text"] for part in parts).lower(),
                 "is_cut": any(part["hidden"] for part in parts),

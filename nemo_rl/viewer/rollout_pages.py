@@ -23,6 +23,7 @@ from nemo_rl.viewer.rollout_set import RolloutSet
 from nemo_rl.viewer.viewer_sources import ViewerSource
 
 TARGET_CHARS = 4000  # the expected answer on a rollout's page
+MAX_PICTURES = 16  # on a rollout's page
 MAX_OPTIONS = 500  # choices of a filter
 
 
@@ -76,6 +77,8 @@ def rollout_page(source: ViewerSource, split: str, name: str, values: Mapping[st
     tokens = conversation.colour_tokens(details, colour, start=whole_number(values.get("tokens"))) if details else None
     find = values.get("find", "").strip()[:MAX_ID_CHARS]
     turns = conversation.turns_of(chains[chain])
+    digests = dict.fromkeys(digest for turn in turns for digest in turn["images"])
+    pictures = {digest: source.picture(digest) for digest in list(digests)[:MAX_PICTURES]}
     context = {
         "source": source,
         "split": split,
@@ -88,6 +91,7 @@ def rollout_page(source: ViewerSource, split: str, name: str, values: Mapping[st
         "state": _mapping(row.get("env_state")),
         "failure": row.get("failure") or None,
         "turns": turns,
+        "pictures": {digest: url for digest, url in pictures.items() if url is not None},
         "chain": chain,
         "histories": conversation.histories(chains),
         "details": details,

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from nemo_rl.config.images import ImageLimits
+from nemo_rl.data.images import decode, to_data_url
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.observability.run_record import RECORD_FILE, RunRecord, read_run_record
+from nemo_rl.types import ImagePart
 from nemo_rl.viewer.index import Query
 from nemo_rl.viewer.index_records import parse_object
 from nemo_rl.viewer.metrics_file import MetricsFile
@@ -18,6 +21,8 @@ from nemo_rl.viewer.rollout_set import Key, RolloutSet, try_read
 
 MAX_DEPTH = 3  # directories below a given one that are searched for runs
 MAX_SOURCES = 500
+PICTURES = ImageLimits(max_bytes=2**18, max_pixels=2**19)  # bounds of a thumbnail; a run writes smaller ones
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 ResultT = TypeVar("ResultT")
 SourceKind: TypeAlias = Literal["run", "collection"]
@@ -52,6 +57,18 @@ class ViewerSource:
             problem = "is no run (metrics.jsonl, rollouts/train.jsonl) and no collection (rollouts-rs*.jsonl)"
             raise ConfigError("RUN", str(path), problem)
         return cls(path.resolve().name, path.resolve(), kind, None).complete()
+
+    def picture(self, digest: str) -> str | None:
+        """Return the thumbnail of an image as a data URL; None if the run has none of it."""
+        if not DIGEST.fullmatch(digest):
+            return None
+        try:
+            with (self.path / "rollouts" / "images" / f"{digest}.webp").open("rb") as file:
+                data = file.read(PICTURES.max_bytes + 1)
+            decode(data, digest, PICTURES)
+        except (OSError, DataError):
+            return None
+        return to_data_url(ImagePart(digest, data))
 
     def split(self, name: str) -> RolloutSet:
         """Return the rollouts of a name: train, validation, or rollouts. Raises DataError for another."""
