@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 
 from nemo_rl import batch as keys
+from nemo_rl.errors import PolicyError
 from nemo_rl.experience.assembly import BatchRow
 from nemo_rl.experience.cancellation import gather_or_cancel
 from nemo_rl.interfaces import Teacher
@@ -66,7 +67,12 @@ class Teachers:
 
 
 def _rows_for_teacher(batch: TrainingBatch, rows: torch.Tensor) -> TrainingBatch:
-    """Return the rows without the columns of the policy's engine: a teacher makes its own decisions."""
+    """Return the rows without the columns of the policy's engine: a teacher makes its own decisions.
+
+    Raises PolicyError for images, such as those of environments: teachers read text.
+    """
+    if keys.IMAGES in batch:
+        raise PolicyError("the rollouts have images; teachers read text")
     return trim(batch.exclude(keys.COLUMNS)[rows])
 
 

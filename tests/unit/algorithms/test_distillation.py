@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -10,7 +11,9 @@ from tensordict import TensorDict
 from nemo_rl import batch as keys
 from nemo_rl.algorithms.advantages import TeacherAdvantages, clip_advantages
 from nemo_rl.algorithms.teacher_stages import LogprobsStage, TeacherHandle, Teachers, TopKStage
+from nemo_rl.errors import PolicyError
 from nemo_rl.experience.assembly import BatchRow, assemble_batch
+from nemo_rl.image_features import ImageFeatures, PlacedImage
 from nemo_rl.loss_types import Normalizer, TokenScores, TopK
 from nemo_rl.losses.distillation_section import DistillationLossConfig
 from nemo_rl.losses.divergences import TopKDivergence
@@ -75,6 +78,17 @@ def test_each_row_has_the_scores_of_its_tasks_teacher() -> None:
     assert batch[keys.TEACHER_LOGPROBS].tolist() == [[-2.0, -2.0, 0, 0], [-1.0] * 4, [-2.0, -2.0, 0, 0]]
     assert [len(b) for b in each["teachers.math"].batches] == [2]
     assert each["teachers.math"].batches[0][keys.TOKEN_IDS].shape == (2, 2)  # without the padding of longer rows
+
+
+@pytest.mark.parametrize("stage", [TopKStage, LogprobsStage])
+def test_images_of_rollouts_are_refused_since_teachers_read_text(stage: type) -> None:
+    batch = batch_of_three()
+    image = ImageFeatures("a" * 64, {"pixel_values": np.zeros((1, 2), np.float32)}, 1)
+    keys.add_images(batch, [[PlacedImage(image, (0,))], [], []])
+    asked, _ = teachers([], shares_policy_device=False)
+    made = stage(asked, 2, 8) if stage is TopKStage else stage(asked)
+    with pytest.raises(PolicyError, match="teachers read text"):
+        asyncio.run(made(batch, ROWS))
 
 
 def test_topk_is_widened_to_the_batch_and_padding_tokens_of_the_teachers_embedding_are_none() -> None:
