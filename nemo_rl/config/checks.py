@@ -452,9 +452,6 @@ def _check_image_rows(
         return
     if uses_teachers(config):
         raise ConfigError(key, value, "teachers read text; allowed: null, or a run without teachers")
-    if config.algorithm.samples_beside_training:
-        problem = "rollouts that continue over an update keep features of the old vision tower; allowed: null"
-        raise ConfigError(key, value, f"{problem}, or grpo.async_grpo.enabled: false and grpo.val_overlap: false")
 
 
 def _check_env_names(config: RolloutRunConfig) -> None:

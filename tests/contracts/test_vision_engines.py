@@ -52,6 +52,7 @@ QUESTIONS = (
     Message("user", (picture(2), TextPart("?"))),
 )
 MAX_LENGTH = 256
+NUM_TRIES, PACE_S = 10, 0.02  # until updates cut requests, which end at their own pace
 
 
 class Seeing:
@@ -157,6 +158,42 @@ def test_rollouts_with_screens_of_an_environment_are_exact(seeing: Seeing) -> No
     scored = seeing.runner.run(seeing.policy.logprobs(batch))
     assert float(((scored - batch["generation_logprobs"]) * batch["token_mask"]).abs().max()) < 1e-4
     assert sum(shown) > len(batch[keys.IMAGES].images) == 2  # a picture is in the batch once
+
+
+async def sampled_through_updates(seeing: Seeing) -> tuple[list[GenerationRequest], Any]:
+    """Return requests, and completions during which weights alternate; those of odd versions are false."""
+    sync = TransportWeightSync(seeing.probes, WeightSyncConfig(), "float32")
+    sync._num_verified[seeing.engine] = 2  # not verified: probes would wait for the requests
+    sampling = SamplingParams(120, stop_token_ids=())
+    for attempt in range(NUM_TRIES):
+        requests = [
+            GenerationRequest(f"through-{attempt}-{i}", p.token_ids, sampling, i, f"{attempt}-{i}", images=p.images)
+            for i, p in enumerate(seeing.probes)
+        ]
+        running = asyncio.create_task(collect_completions(seeing.engine, requests))
+        for number in range(1, 7):
+            await asyncio.sleep(PACE_S)
+            policy: Any = FalseTower(seeing.policy) if number % 2 else seeing.policy
+            await sync.publish(policy, seeing.engine, weight_version=100 + 6 * attempt + number)
+        completions = await running
+        if sum(len(each.weight_spans) > 2 for each in completions) > len(requests) // 2:
+            sync.close()
+            return requests, completions
+    raise AssertionError(f"updates cut too few requests in {NUM_TRIES} tries")
+
+
+def test_requests_go_on_through_updates_and_see_with_the_new_tower(seeing: Seeing) -> None:
+    requests, completions = seeing.runner.run(sampled_through_updates(seeing))
+    batch = to_logprob_batch(requests, completions)
+    difference = (seeing.runner.run(seeing.policy.logprobs(batch)) - batch["generation_logprobs"]).abs()
+    true, false = [], []
+    for row, request, completion in zip(difference, requests, completions, strict=True):
+        for span in completion.weight_spans:
+            own = row[len(request.token_ids) + span.start : len(request.token_ids) + span.end].max()
+            if request.images:
+                (false if span.version % 2 else true).append(float(own))
+    assert max(true) < 1e-4
+    assert max(false) > 1e-3
 
 
 class FalseTower:

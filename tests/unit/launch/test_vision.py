@@ -38,11 +38,14 @@ def test_a_model_that_reads_text_has_no_tower_to_freeze() -> None:
         check_vision(PolicyConfig(model_name="m", freeze_vision=True), LlamaConfig())
 
 
+def test_images_may_be_sampled_beside_training() -> None:
+    for overrides in (ASYNC, ("grpo.val_overlap=true",)):
+        load_config(VISION, ["++data.train.images={}", *overrides])
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (ASYNC, "keep features of the old vision tower"),
-        (("grpo.val_overlap=true",), "keep features of the old vision tower"),
         (("grpo.adv_estimator.name=opd", "++teacher.model_name=m"), "teachers read text"),
         (("++data.train.images.directories=[/nowhere]",), "no such directory"),
     ],
