@@ -36,10 +36,14 @@ class PlannerKeys:
         found = {}
         for section, prefix in (("env", ENVIRONMENT), ("scorers", SCORER)):
             for name, entry in (lookup(self.config, section) or {}).items():
-                for key in ("batching.max_calls", "limits.max_concurrency", "num_replicas"):
-                    if isinstance(entry, Mapping) and isinstance(lookup(entry, key), int):
-                        size = lookup(entry, "batching.max_batch_size") if lookup(entry, "batching.enabled") else 1
-                        found[f"{section}.{name}.{key}"] = prefix + name, int(size)
+                if not isinstance(entry, Mapping):
+                    continue
+                is_batched = bool(lookup(entry, "batching.enabled"))
+                size = int(lookup(entry, "batching.max_batch_size")) if is_batched else 1
+                keys = ["batching.max_calls"] if is_batched else []
+                for key in (*keys, "limits.max_concurrency", "num_replicas"):
+                    if isinstance(lookup(entry, key), int):
+                        found[f"{section}.{name}.{key}"] = prefix + name, size
         return found
 
     @property

@@ -50,10 +50,14 @@ ASYNC = "examples/configs/async.yaml"
 SYNC = "examples/configs/quickstart.yaml"
 JUDGE = (
     "++scorers.judge.type=planner:SlowJudge",
-    "++scorers.judge.batching.enabled=false",
+    "++scorers.judge.batching={enabled: true, max_batch_size: 1}",
     "++env.reasoning_gym.scorers=[judge]",
 )
-TOOL = ("++env.tool.type=planner:SlowTool", "data.default.env_name=tool")
+TOOL = (
+    "++env.tool.type=planner:SlowTool",
+    "++env.tool.batching={enabled: true, max_batch_size: 1}",
+    "data.default.env_name=tool",
+)
 JUDGE_CALLS, TOOL_CALLS = "scorers.judge.batching.max_calls", "env.tool.batching.max_calls"
 MAX_NUM_SEQS = "policy.generation.vllm_cfg.max_num_seqs"
 

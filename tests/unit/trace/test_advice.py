@@ -37,7 +37,7 @@ ENVIRONMENT = Simulated(
     environment_s=0.5,
     environment_calls=1,
     train_s=2.0,
-    config=GRPO | {"env": {"game": {"batching": {"max_calls": 1}}}},
+    config=GRPO | {"env": {"game": {"batching": {"enabled": True, "max_batch_size": 1, "max_calls": 1}}}},
 )
 SMALL_PARTS = Simulated(
     train_s=0.0,
