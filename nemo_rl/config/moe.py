@@ -41,6 +41,12 @@ def num_experts(model: "PreTrainedConfig") -> int:
     return next((int(count) for name in EXPERT_COUNTS if (count := getattr(text, name, None))), 0)
 
 
+def adapters_problem(model: "PreTrainedConfig") -> str | None:
+    """Return why vLLM cannot hold adapters of a model beside its weights; None if it can."""
+    kind = model.get_text_config().model_type
+    return f"vLLM would adapt the experts of this {kind!r} model too" if num_experts(model) else None
+
+
 def check_moe(section: MoEConfig, model: "PreTrainedConfig", *, key: str = "policy.moe") -> None:
     """Raise ConfigError for settings of routers that the model does not have; needs no weights."""
     kind = model.get_text_config().model_type

@@ -138,7 +138,8 @@ def _convert_input(value: Any, images: ImageReader | None) -> Iterator[Message]:
     if not isinstance(value, list) or not value:
         raise DataError(f"responses_create_params.input is {_format_value(value)}, not text or a list of items")
     if images is not None:
-        check_image_count((_parts_of(item) for item in value), images.limits.max_count)
+        contents = (item.get("content") for item in value if isinstance(item, dict))
+        check_image_count(contents, images.limits.max_count)
     said, calls = "", []
     for index, item in enumerate(value):
         kind = item.get("type") or "message" if isinstance(item, dict) else None
@@ -165,7 +166,8 @@ def _convert_message(kind: str | None, item: Any, where: str, images: ImageReade
     """Return the message of an item that the model did not write."""
     if kind == "function_call_output":
         output = item["output"]
-        content = _read_parts(output, f"{where}.output", images) if isinstance(output, list) else str(output)
+        is_parts = isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output)
+        content = "\n".join(_read_texts(output, f"{where}.output")) if is_parts else str(output)
         return Message("tool", content, tool_call_id=item.get("call_id"))
     if kind != "message":
         raise DataError(f"{where} is {_format_value(item)}, not a message or a call with its output")
@@ -175,10 +177,6 @@ def _convert_message(kind: str | None, item: Any, where: str, images: ImageReade
     return Message(
         ROLES[role], _read_parts(item.get("content"), f"{where}.content", images if role == "user" else None)
     )
-
-
-def _parts_of(item: Any) -> Any:
-    return (item.get("content") or item.get("output")) if isinstance(item, dict) else None
 
 
 def _read_parts(content: Any, where: str, images: ImageReader | None) -> str | tuple[ContentPart, ...]:

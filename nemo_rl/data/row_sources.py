@@ -130,11 +130,12 @@ def _keep_files(loaded: Any) -> Any:
 
 
 def _is_image(feature: Any) -> bool:
-    """Return whether a feature of the datasets library is an image, or a list of them."""
+    """Return whether a feature of the datasets library is or holds an image."""
     import datasets
 
-    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", feature)
-    return isinstance(inner, datasets.Image)
+    inner = list(feature.values()) if isinstance(feature, dict) else feature if isinstance(feature, list) else []
+    inner = [feature.feature] if hasattr(feature, "feature") else inner  # a Sequence, a List
+    return isinstance(feature, datasets.Image) or any(map(_is_image, inner))
 
 
 def _load_saved(path: str, split: str | None) -> Table:

@@ -34,7 +34,7 @@ OPTIONS: Mapping[str, Mapping[str, type]] = {  # keyword arguments of each funct
 class RewardFunction(Section):
     """One function of the answer."""
 
-    name: Literal["format", "exact_alnum", "math_expr", "bbox_giou", "geo3k"]
+    name: Literal["format", "exact_alnum", "math_expr", "bbox_giou", "geo3k"]  # what it scores, by NeMo-RL's name
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)  # its share is its weight by the sum of all
     kwargs: dict[str, Any] = Field(default_factory=dict)  # e.g. answer_tag
 
@@ -71,7 +71,7 @@ class TaggedAnswers:
 
         options = PoolOptions(section.timeout_s, section.verify_timeout_s, sandboxed=True, max_batch_size=32)
         functions = [each.model_dump() for each in section.reward_functions]
-        self._names = [each.name for each in section.reward_functions]
+        self._functions = section.reward_functions
         self._pool = ProcessPool(
             f"{__name__}:{make_functions.__name__}", section.num_workers, options, factory_args=(functions,)
         )
@@ -88,8 +88,17 @@ class TaggedAnswers:
             return Failure(FailureClass.REWARD, "the prompt's env_state has no 'answer'")
         response = conversation[-1].content
         rewards, fault = await self._pool.call_verifier(str(state["answer"]), response)
-        rewards = dict.fromkeys(self._names, 0.0) if rewards is None else rewards
-        return EnvStep(rewards=rewards, state=state, answer=find_tagged(response, "answer"), response_fault=fault)
+        rewards = {each.name: 0.0 for each in self._functions} if rewards is None else rewards
+        return EnvStep(rewards=rewards, state=state, answer=self._find_answer(response), response_fault=fault)
+
+    def _find_answer(self, response: str) -> str | None:
+        """Return the answer as the first function that reads one finds it."""
+        for each in self._functions:
+            if each.name == "geo3k":
+                return _last_boxed(response)
+            if each.name != "format":
+                return find_tagged(response, each.kwargs.get("tag") or each.kwargs.get("answer_tag") or "answer")
+        return find_tagged(response, "answer")
 
     async def close(self) -> None:
         await self._pool.close()
@@ -173,12 +182,14 @@ def score_box(reference: str, response: str, answer_tag: str = "answer", giou_pe
 
 
 def _read_box(text: str | None) -> list[float] | None:
-    """Return four finite numbers; None for anything else."""
+    """Return four finite numbers, the first corner's before the second's; None for anything else."""
     try:
         numbers = [float(part) for part in (text or "").replace("[", "").replace("]", "").split(",")]
     except ValueError:
         return None
-    return numbers if len(numbers) == 4 and all(map(math.isfinite, numbers)) else None
+    if len(numbers) != 4 or not all(map(math.isfinite, numbers)):
+        return None
+    return numbers if numbers[0] <= numbers[2] and numbers[1] <= numbers[3] else None
 
 
 def _area(box: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from threading import Thread
 
 from nemo_rl.durable_files import append_whole
-from nemo_rl.errors import DataError, RolloutError
+from nemo_rl.errors import RolloutError
 from nemo_rl.experience.rollout_rows import encode_json_line, rollout_row
 from nemo_rl.experience.thumbnails import ThumbnailWriter
 from nemo_rl.observability.lost_records import LostRecords
@@ -123,6 +123,6 @@ class RolloutWriter:
             return
         try:
             self._thumbnails.write(trajectories)
-        except (OSError, DataError) as error:
-            logger.warning("stopped writing thumbnails: %s", error)
+        except Exception as error:  # the rollouts are written  # noqa: BLE001
+            logger.warning("stopped writing thumbnails: %s: %s", type(error).__name__, error)
             self._thumbnails = None

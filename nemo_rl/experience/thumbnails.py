@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 SIDE = 512  # pixels, at most
 QUALITY = 80
-MAX_BYTES = 2**28  # of a run's thumbnails; further images have none
+MAX_BYTES = 2**27  # per writer, of which a run has two; further images have no thumbnail
 
 
 class ThumbnailWriter:
@@ -34,13 +34,17 @@ class ThumbnailWriter:
                         self._write(image)
 
     def _write(self, image: ImagePart) -> None:
+        if self._room < 0:
+            return
         picture = decode(image.file, f"image {image.digest[:12]}").convert("RGB")
         picture.thumbnail((SIDE, SIDE))
         file = io.BytesIO()
         picture.save(file, "WEBP", quality=QUALITY)
         small = file.getvalue()
         self._room -= len(small)
-        if self._room >= 0:
-            (self._directory / f"{image.digest}.webp").write_bytes(small)
-        elif self._room + len(small) >= 0:
+        if self._room < 0:
             logger.warning("%s is full; further images have no thumbnails", self._directory)
+            return
+        path = self._directory / f"{image.digest}.webp"
+        path.with_suffix(".part").write_bytes(small)
+        path.with_suffix(".part").replace(path)

@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_rl.collect.shards import OverlongInput
 from nemo_rl.config.collect import SampledRunConfig
+from nemo_rl.config.moe import adapters_problem
 from nemo_rl.config.policy import EndpointLimitsConfig, ServedModelConfig
 from nemo_rl.config.shared_sections import start_limit_s
 from nemo_rl.data.chat import ChatEncoder, TextOnlyChatEncoder
@@ -187,6 +188,8 @@ async def load_collection_inputs(config: SampledRunConfig, stack: AsyncExitStack
             _check_chat_api(config)
             encoder = TextOnlyChatEncoder()
     if model is not None:
+        if config.server.adapters and (problem := adapters_problem(model)):
+            raise ConfigError("server.adapters", list(config.server.adapters), f"{problem}; allowed: merged weights")
         check_context_length(config.policy, model)
     assert encoder is not None  # needed to probe a server for token ids
     check_image_rows(config, encoder)

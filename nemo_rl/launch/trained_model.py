@@ -52,7 +52,7 @@ class TrainedModel:
     def adapters(self) -> dict[str, Path]:
         """Return the adapters of the run's checkpoints by the names that `name` gives, first step first."""
         steps = sorted(self.checkpoint.path.parent.glob("step_*"), key=lambda path: (len(path.name), path.name))
-        found = {self._name_of(path): _adapter_of(path) for path in steps}
+        found = {self._name_of(path): _adapter_of(path) for path in steps if (path / MANIFEST_FILE).is_file()}
         return {name: adapter for name, adapter in found.items() if adapter is not None}
 
     @property

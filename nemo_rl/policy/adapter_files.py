@@ -16,6 +16,7 @@ DIRECTORY = "adapter"  # subdirectory of a checkpoint
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # begins the names in peft's files
 A, B = ".lora_A.weight", ".lora_B.weight"
+MODEL_A, MODEL_B = ".lora_A.default.weight", ".lora_B.default.weight"  # as peft's model has them
 # Options of peft under which a weight is not W + alpha / r B A, each with the values that leave it so.
 _OTHER_FORMS: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -25,6 +26,10 @@ _OTHER_FORMS: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
+    "lora_bias": (None, False),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "peft_type": (None, "LORA"),
 }
 
 
@@ -54,6 +59,8 @@ def describe_adapter(directory: Path) -> AdapterDescription:
     others = [f"{key}: {config[key]}" for key, plain in _OTHER_FORMS.items() if config.get(key) not in plain]
     if others:
         raise CheckpointError(f"{directory}/{CONFIG_FILE} has {', '.join(others)}: allowed is plain LoRA alone")
+    if described.rank < 1:
+        raise CheckpointError(f"{directory}/{CONFIG_FILE} has r: {described.rank}; allowed: at least 1")
     return described
 
 
@@ -61,9 +68,12 @@ def read_adapter(directory: Path) -> tuple[dict[str, torch.Tensor], AdapterDescr
     """Return an adapter's tensors under the names of its file; raises as `describe_adapter`."""
     described = describe_adapter(directory)
     try:
-        return load_file(directory / WEIGHTS_FILE), described
+        tensors = load_file(directory / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory} holds no adapter: {error}") from error
+    if other := next((name for name in tensors if not name.endswith((A, B))), None):
+        raise CheckpointError(f"{directory}/{WEIGHTS_FILE} has {other}: allowed are {A} and {B} of linear layers alone")
+    return tensors, described
 
 
 def read_matching_adapter(directory: Path, shapes: Mapping[str, torch.Size], alpha: float) -> dict[str, torch.Tensor]:

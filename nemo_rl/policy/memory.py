@@ -347,7 +347,7 @@ class RankMemory:
         """
         if self.is_optimizer_whole or self.is_frozen:
             return self.trained_parameters
-        if not self.is_replicated:
+        if not self.is_replicated or self.adapter_dim is not None:
             return self.trained_parameters // self.data
         copies_of_experts = self.data * self.tensor // self._expert_ranks
         return self._own_dense // self.data + self._own_experts // copies_of_experts

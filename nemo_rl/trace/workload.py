@@ -167,7 +167,7 @@ def _plan(timeline: Timeline, rollout: SpanRecord, service: Mapping[str, float])
     total = sum(seconds)
     tokens = [max(round(_tokens(rollout) * (each / total if total else 1 / len(seconds))), 1) for each in seconds]
     if generation and all("num_sampled_tokens" in wait.attributes for wait in generation):
-        tokens = [int(wait.attributes["num_sampled_tokens"]) for wait in generation]
+        tokens = [max(int(wait.attributes["num_sampled_tokens"]), 1) for wait in generation]
     scores = {
         wait.name.removeprefix(SCORER): _seconds([wait]) * service.get(wait.name, 1.0)
         for wait in _waits(timeline, rollout, SCORER)

@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.checkpoint import verify_checkpoint
 from nemo_rl.command_line import Command, ExitCode
-from nemo_rl.config.moe import num_experts
+from nemo_rl.config.moe import adapters_problem
 from nemo_rl.distributed.devices import resolve_device
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.engines import AdapterSlots
 from nemo_rl.generation.vllm.adapters import adapter_arguments
 from nemo_rl.generation.vllm.cpu.settings import KV_CACHE_BYTES
 from nemo_rl.launch.trained_model import TrainedModel, add_model_arguments, chosen_model
+from nemo_rl.weight_sync.adapters import MAX_RANK
 
 HIGHEST_PORT = 65_535
 MAX_RUNNING_ADAPTERS = 8  # in one step of the engine; others wait
@@ -32,17 +34,23 @@ CPU_OPTIONS = (
 def served_adapters(trained: TrainedModel, *, is_whole_run: bool) -> dict[str, Path]:
     """Return the adapters to serve beside their base model, by name: all of the run, or the checkpoint's.
 
-    None of a run that trained all weights. Raises ConfigError for adapters that vLLM cannot serve alone.
+    None of a run that trained all weights. Raises ConfigError for adapters that vLLM cannot serve alone, and
+    CheckpointError for damaged ones.
     """
     from nemo_rl.policy.hf_model import load_config  # loads torch
 
     if trained.adapter is None:
         return {}
     model = load_config(_base_path(trained), _overrides(trained))
-    if num_experts(model):
-        problem = f"vLLM would adapt the experts of this {model.get_text_config().model_type!r} model too"
+    if problem := adapters_problem(model):
         raise ConfigError("RUN", str(trained.checkpoint.path), f"{problem}; allowed: --merged")
-    return trained.adapters if is_whole_run else {trained.name: trained.adapter}
+    found = trained.adapters if is_whole_run else {trained.name: trained.adapter}
+    for name, directory in found.items():
+        verify_checkpoint(directory.parents[1])
+        if (rank := _rank(directory)) > MAX_RANK:
+            problem = f"{name} has rank {rank}, and vLLM's adapters at most {MAX_RANK}; allowed: --merged"
+            raise ConfigError("RUN", str(directory), problem)
+    return found
 
 
 def server_command(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.master import TrainingRunConfig
-from nemo_rl.config.moe import num_experts
+from nemo_rl.config.moe import adapters_problem
 from nemo_rl.errors import ConfigError
 from nemo_rl.interfaces import Generation, HoldsAdapters, Policy
 from nemo_rl.weight_sync.transports import engine_names, engine_replicas
@@ -76,9 +76,7 @@ def _find_problem(config: TrainingRunConfig, layout: Layout, model: "PreTrainedC
             "the engine discards its base model while the policy has the device "
             "(policy.generation.vllm_cfg.enable_sleep_mode, policy.offload)"
         )
-    if model is not None and num_experts(model):
-        return f"vLLM would adapt the experts of this {model.get_text_config().model_type!r} model too"
-    return None
+    return None if model is None else adapters_problem(model)
 
 
 class AdapterSource:

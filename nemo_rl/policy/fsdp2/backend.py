@@ -220,6 +220,15 @@ def check_lora(key: str, section: TrainedDTensorConfig, policy: PolicyConfig) ->
         problem = f"{lora_key}.enabled is true: adapters take all tokens of a layer; allowed: false"
         raise ConfigError(f"{key}.sequence_parallel", True, problem)
     check_patterns(lora, key=lora_key)
+    check_biases_stay(policy)
+
+
+def check_biases_stay(policy: PolicyConfig) -> None:
+    """Raise ConfigError for adapters whose base model would change: biases of routers are in no adapter."""
+    rate = policy.moe.bias_update_rate
+    if policy.parallelism.adapter_section is not None and rate:
+        problem = "adapters are trained: their files and the reference would lack the moved biases; allowed: 0"
+        raise ConfigError("policy.moe.bias_update_rate", rate, problem)
 
 
 def check_patterns(lora: LoraAdapterConfig, *, key: str) -> None:

@@ -16,13 +16,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import PreTrainedModel
 
 from nemo_rl.policy.adapted_layers import initial_values, make_peft_config, select_adapted_modules
-from nemo_rl.policy.adapter_files import read_matching_adapter, save_adapter, to_file_name
+from nemo_rl.policy.adapter_files import MODEL_A, MODEL_B, read_matching_adapter, save_adapter, to_file_name
 from nemo_rl.policy.fsdp2.backend import LoraAdapterConfig
 from nemo_rl.policy.fsdp2.sharding import BASE_LAYER
 from nemo_rl.policy.fsdp2.shards import gather_full_tensor, own_part
 from nemo_rl.token_columns import ROUTED_EXPERTS
-
-_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 class Adapters:
@@ -75,7 +73,7 @@ class Adapters:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the adapters' whole tensors under the names of peft's files; all ranks iterate together."""
         for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if name.endswith((_A, _B)):
+            if name.endswith((MODEL_A, MODEL_B)):
                 yield to_file_name(name), gather_full_tensor(tensor.detach())
 
     def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
@@ -84,7 +82,7 @@ class Adapters:
 
     def load(self, directory: Path) -> None:
         """Load an adapter; raises CheckpointError for none there, or one of other layers or sizes."""
-        own = {to_file_name(n): n for n in self._model.state_dict(keep_vars=True) if n.endswith((_A, _B))}
+        own = {to_file_name(n): n for n in self._model.state_dict(keep_vars=True) if n.endswith((MODEL_A, MODEL_B))}
         shapes = {name: self._model.get_parameter(own[name]).shape for name in own}
         found = read_matching_adapter(directory, shapes, self._config.lora_alpha)
         given: dict[str, Any] = {own[name]: tensor for name, tensor in found.items()}
@@ -133,7 +131,9 @@ def merge_adapter_weights(
     for name, tensor in tensors.items():
         layer, is_weight = name.removesuffix(f"{BASE_LAYER}weight"), name.endswith(f"{BASE_LAYER}weight")
         if is_weight:
-            merged[f"{layer}.weight"] = LazyMergedWeight(tensor, tensors[layer + _A], tensors[layer + _B], scale)
-        elif not name.endswith((_A, _B)):
+            merged[f"{layer}.weight"] = LazyMergedWeight(
+                tensor, tensors[layer + MODEL_A], tensors[layer + MODEL_B], scale
+            )
+        elif not name.endswith((MODEL_A, MODEL_B)):
             merged[name.replace(BASE_LAYER, ".")] = tensor
     return merged

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from nemo_rl.config.lora import LoraAdapterConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.adapted_layers import initial_values, make_peft_config, select_adapted_modules
-from nemo_rl.policy.adapter_files import read_matching_adapter, save_adapter, to_file_name
+from nemo_rl.policy.adapter_files import MODEL_A, MODEL_B, read_matching_adapter, save_adapter, to_file_name
 from nemo_rl.policy.hf_model import LoadedTensors
 from nemo_rl.policy.megatron import parallel
 from nemo_rl.policy.megatron.backend import PEFT_KEY, MegatronLoraConfig
@@ -34,7 +34,6 @@ from nemo_rl.policy.megatron.mapping import Columns, GatedRows, Replicated, Weig
 from nemo_rl.policy.megatron.optimizer import MainWeights
 from nemo_rl.policy.megatron.weights import StageWeights, global_named_modules
 
-_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"  # ends of names, as peft's model has them
 Value = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -136,8 +135,8 @@ class StageAdapters:
         stage.requires_grad_(False)
         whole = {name: model.get_submodule(name).weight.shape for name in self._names}
         weights, self._layers = self._attach(stage, model)
-        shapes = {name + _A: torch.Size((section.dim, shape[1])) for name, shape in whole.items()}
-        shapes |= {name + _B: torch.Size((shape[0], section.dim)) for name, shape in whole.items()}
+        shapes = {name + MODEL_A: torch.Size((section.dim, shape[1])) for name, shape in whole.items()}
+        shapes |= {name + MODEL_B: torch.Size((shape[0], section.dim)) for name, shape in whole.items()}
         self.weights = StageWeights(stage, model.config, shapes, weights=weights)
         self.num_parameters = sum(shape.numel() for shape in shapes.values())  # of all stages
         if not self._layers:
@@ -175,10 +174,10 @@ class StageAdapters:
     def initialize(self, seed: int, main: MainWeights) -> None:
         """Set A to random values and B to 0: on every rank its shards of the same values; `main` has their weights."""
         self._main = main
-        shapes = [self.weights.shapes[name + _A] for name in self._names]
+        shapes = [self.weights.shapes[name + MODEL_A] for name in self._names]
         drawn = initial_values(shapes, self._section.lora_A_init, seed)
-        values = {name + _A: a for name, a in zip(self._names, drawn, strict=True)}
-        zeros = {name + _B: torch.zeros(self.weights.shapes[name + _B]) for name in self._names}
+        values = {name + MODEL_A: a for name, a in zip(self._names, drawn, strict=True)}
+        zeros = {name + MODEL_B: torch.zeros(self.weights.shapes[name + MODEL_B]) for name in self._names}
         self.weights.load(LoadedTensors({**values, **zeros}), main.store)
 
     @contextmanager
@@ -228,11 +227,11 @@ def _adapter_weights(layer: str, name: str, is_split_by_inputs: bool) -> Iterato
     last = _last(name)
     a, b = f"{layer}.adapter.a.{last}", f"{layer}.adapter.b.{last}"
     if is_split_by_inputs:
-        yield Columns(a, (name + _A,))
-        yield Replicated(b, (name + _B,), is_split=False)
+        yield Columns(a, (name + MODEL_A,))
+        yield Replicated(b, (name + MODEL_B,), is_split=False)
     else:
-        yield Replicated(a, (name + _A,), is_split=False)
-        yield GatedRows(b, (name + _B,))
+        yield Replicated(a, (name + MODEL_A,), is_split=False)
+        yield GatedRows(b, (name + MODEL_B,))
 
 
 def _last(name: str) -> str:

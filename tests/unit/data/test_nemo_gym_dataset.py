@@ -12,7 +12,7 @@ from nemo_rl.data.images import to_data_url
 from nemo_rl.data.nemo_gym_dataset import TASK_ID
 from nemo_rl.data.prompt_sets import PromptSet, load_prompt_sets
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.types import Message, TextPart, ToolCall, ToolResult
+from nemo_rl.types import Message, TextPart, ToolCall
 from tests.fakes.vision import picture
 
 MATH, CARDS = {"name": "math_agent"}, {"name": "blackjack_agent", "type": "responses_api_agents"}
@@ -129,10 +129,10 @@ def test_images_of_a_row_are_data_urls_which_its_agent_sends(section) -> None:
     shown = {"type": "input_image", "image_url": URL, "detail": "auto"}
     asked = {"role": "user", "content": [shown, {"type": "input_text", "text": "what?"}]}
     call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
-    answered = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "it"}, shown]}
+    answered = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "it"}]}
     (prompt,) = train_set(section(row(input=[asked, call, answered]), images={})).prompts
     assert prompt.messages[0] == Message("user", (PICTURE, TextPart("what?")))
-    assert prompt.messages[2] == Message("tool", (ToolResult("c", (TextPart("it"), PICTURE)),))
+    assert prompt.messages[2] == Message("tool", "it", tool_call_id="c")
     assert prompt.env_state["row"]["responses_create_params"]["input"] == [asked, call, answered]
 
 
@@ -149,6 +149,17 @@ def test_images_of_a_row_are_data_urls_which_its_agent_sends(section) -> None:
 def test_images_that_no_agent_could_show_are_named_at_the_start(section, content: Any, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         train_set(section(row(input=[{"role": "user", "content": content}]), images={}))
+
+
+def test_images_in_outputs_of_tools_which_gym_refuses_are_named_at_the_start(section) -> None:
+    shown = [{"type": "input_image", "image_url": URL}]
+    rows = row(input=[{"type": "function_call_output", "call_id": "c", "output": shown}])
+    with pytest.raises(DataError, match=r"output\[0\] is a part of type 'input_image'"):
+        train_set(section(rows, images={}))
+    (prompt,) = train_set(
+        section(row(input=[{"type": "function_call_output", "call_id": "c", "output": ["a"]}]))
+    ).prompts
+    assert prompt.messages[0].content == "['a']"
 
 
 def test_what_the_policy_would_refuse_is_dropped_with_one_note(section, caplog) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -30,8 +30,8 @@ class _ClientFinder(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(CLIENT)
-        assert spec is not None
-        assert spec.loader is not None
+        if spec is None or spec.loader is None:
+            return spec
         execute = spec.loader.exec_module
 
         def execute_and_change(module: ModuleType) -> None:
@@ -64,6 +64,16 @@ def _trace_config() -> Any:
     return config
 
 
+def _run_next() -> None:
+    """Run the `sitecustomize` whose place this one has taken, if the environment has one."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path) != here])
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 if SERVER_VARIABLE in os.environ:
     os.environ["OTEL_SERVICE_NAME"] = f"nemo-gym/{os.environ[SERVER_VARIABLE]}"
-sys.meta_path.insert(0, _ClientFinder())
+if importlib.util.find_spec("opentelemetry") is not None:  # not in every environment of a stack
+    sys.meta_path.insert(0, _ClientFinder())
+_run_next()
