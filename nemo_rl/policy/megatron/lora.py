@@ -133,7 +133,7 @@ class StageAdapters:
         self._section, self.scale = section, section.alpha / section.dim
         self.save_merged = section.save_merged
         stage.requires_grad_(False)
-        whole = {name: model.get_submodule(name).weight.shape for name in self._names}
+        whole = {name: model.get_parameter(f"{name}.weight").shape for name in self._names}
         weights, self._layers = self._attach(stage, model)
         shapes = {name + MODEL_A: torch.Size((section.dim, shape[1])) for name, shape in whole.items()}
         shapes |= {name + MODEL_B: torch.Size((shape[0], section.dim)) for name, shape in whole.items()}
@@ -162,7 +162,7 @@ class StageAdapters:
             weights += [one for name in adapted for one in _adapter_weights(layer, name, is_split_by_inputs)]
             if layer in modules:
                 divisor = 1 if is_split_by_inputs else size
-                rows = {_last(name): model.get_submodule(name).weight.shape[0] // divisor for name in sources}
+                rows = {_last(name): model.get_parameter(f"{name}.weight").shape[0] // divisor for name in sources}
                 splits_tokens = bool(stage.config.sequence_parallel)
                 layers[id(modules[layer].weight)] = LayerAdapter(
                     modules[layer], weight, rows, [*map(_last, adapted)], self._section, splits_tokens=splits_tokens
