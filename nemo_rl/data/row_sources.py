@@ -133,9 +133,9 @@ def _is_image(feature: Any) -> bool:
     """Return whether a feature of the datasets library is or holds an image."""
     import datasets
 
-    inner = list(feature.values()) if isinstance(feature, dict) else feature if isinstance(feature, list) else []
-    inner = [feature.feature] if hasattr(feature, "feature") else inner  # a Sequence, a List
-    return isinstance(feature, datasets.Image) or any(map(_is_image, inner))
+    inner = getattr(feature, "feature", feature)  # of a Sequence or a List
+    parts = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else [inner]
+    return any(isinstance(part, datasets.Image) or (part is not feature and _is_image(part)) for part in parts)
 
 
 def _load_saved(path: str, split: str | None) -> Table:

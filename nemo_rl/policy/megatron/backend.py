@@ -194,9 +194,6 @@ class TrainedMegatronConfig(MegatronConfig):
 def check_training(key: str, section: TrainedMegatronConfig, policy: PolicyConfig) -> None:
     """Raise ConfigError for an optimizer or schedule that Megatron's ranks cannot use, if they train the policy."""
     if policy.parallelism is not section:
-        if section.peft.enabled:
-            problem = f"the policy is trained by policy.{policy.backend_key}; allowed: false, or Megatron"
-            raise ConfigError(f"{key}.peft.enabled", True, problem)
         return
     check_biases_stay(policy)
     if section.optimizer is None and policy.optimizer.name not in SUPPORTED_OPTIMIZERS:

@@ -151,6 +151,9 @@ def test_adapters_are_merged_into_the_base_model_bit_for_bit_as_peft_does(
         ({"use_dora": True}, "has use_dora: True: allowed is plain LoRA alone"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save: \['lm_head'\]"),
         ({"r": "four"}, "holds no adapter: .*four"),
+        ({"r": 0}, "has r: 0; allowed: at least 1"),
+        ({"lora_bias": True}, "has lora_bias: True"),
+        ({"alora_invocation_tokens": [1, 2]}, r"has alora_invocation_tokens: \[1, 2\]"),
     ],
 )
 def test_adapters_of_another_form_are_refused_by_its_name(
@@ -168,7 +171,7 @@ def test_adapters_of_layers_that_the_model_lacks_are_refused(models: dict[str, P
     tensors = load_file(directory / "adapter_model.safetensors")
     for added, problem in (
         ("model.layers.7.mlp.up_proj.lora_A", r"no layer for, e.g. model\.layers\.7\.mlp\.up_proj"),
-        (f"{LAYERS[0]}.lora_magnitude", r"no layer for, e.g. .*lora_magnitude"),
+        (f"{LAYERS[0]}.lora_magnitude", r"has .*lora_magnitude\.weight: allowed are \.lora_A"),
         (f"{LAYERS[0]}.lora_A", r"q_proj has the shapes \(32, 4\) and \(3, 3\), its weight \(32, 32\)"),
     ):
         save_file(

@@ -143,6 +143,11 @@ def test_what_megatron_cannot_do_is_refused_with_its_key(load: Load, override: s
     assert refused.value.key.startswith("policy.megatron_cfg.")
 
 
+def test_adapters_refuse_biases_of_routers_that_move(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.moe\.bias_update_rate = 0\.001: adapters are trained"):
+        load("policy: {megatron_cfg: {enabled: true, peft: {enabled: true}}, moe: {bias_update_rate: 1.0e-3}}")
+
+
 def test_unknown_key_is_refused_where_megatron_is_on(load: Load) -> None:
     section = "policy: {megatron_cfg: {enabled: %s, tensor_parallel_size: 2}}"
     assert not load(section % "false").policy.megatron_cfg.enabled

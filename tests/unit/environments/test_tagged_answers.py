@@ -62,6 +62,8 @@ def test_expressions_are_compared_as_mathematics() -> None:
         ("[20, 0, 30, 10]", 0.5, -1 / 3),  # apart: no overlap, and 100 of 300 in the hull are neither
         ("[0, 0, nan, 10]", 0.5, 0.0),
         ("[0, 0, 1e308, 1e308]", 0.5, 0.0),
+        ("[10, 10, 0, 0]", 0.5, 0.0),  # corners in the wrong order: its area would be positive, its overlap 0
+        ("[1000, 1000, -1000, -1000]", 0.5, 0.0),
         ("[0, 0, 10]", 0.5, 0.0),
         ("the box", 0.5, 0.0),
     ],
