@@ -24,7 +24,7 @@ FAMILIES = {
 REFUSED = {
     "run_script": r"env\.spelling .*write env\.spelling\.type: .*, and data\.default\.env_name: spelling",
     "own_processor": r"data\.train\.processor = 'spelling_processor'.*known: .*question_answer",
-    "images": r"policy\.is_vlm = True.*vision recipes of NeMo-RL are not translated",
+    "images": r"data\.train\.dataset_name = 'refcoco'",
 }
 RUN = sorted(path.stem for path in DIRECTORY.glob("*.yaml") if path.stem not in REFUSED)
 QUICK = ("background_rollouts", "directory_of_rows", "reward_model", "sliding_puzzle")
