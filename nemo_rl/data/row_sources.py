@@ -133,9 +133,11 @@ def _is_image(feature: Any) -> bool:
     """Return whether a feature of the datasets library is or holds an image."""
     import datasets
 
-    inner = getattr(feature, "feature", feature)  # of a Sequence or a List
-    parts = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else [inner]
-    return any(isinstance(part, datasets.Image) or (part is not feature and _is_image(part)) for part in parts)
+    if hasattr(feature, "feature"):  # a Sequence, a List
+        return _is_image(feature.feature)
+    if isinstance(feature, dict | list):
+        return any(map(_is_image, feature.values() if isinstance(feature, dict) else feature))
+    return isinstance(feature, datasets.Image)
 
 
 def _load_saved(path: str, split: str | None) -> Table:

@@ -18,24 +18,22 @@ STANDARD_ALPHABET = str.maketrans("-_", "+/")  # of base64: Google's clients wri
 
 
 class ImageStore:
-    """The images that a server has been sent most recently. `limits` is None if the policy reads text alone."""
+    """The images that a server has been sent most recently."""
 
-    def __init__(self, limits: ImageLimits | None) -> None:
-        self._limits = limits
+    def __init__(self, limits: ImageLimits) -> None:
+        self.limits = limits
+        self._reader = ImageReader(ImagesConfig(**limits.model_dump()))
         self._known: OrderedDict[str, ImagePart] = OrderedDict()
         self._kept_bytes = 0
 
-    def open_request(self) -> "RequestImages":
-        """Return the reader of one request's images."""
-        return TEXT_ONLY if self._limits is None else RequestImages(self._limits, self)
-
-    def keep(self, file: bytes, where: str, reader: ImageReader) -> ImagePart:
-        """Return the image in a file's bytes; raises DataError as `ImageReader.check` does."""
+    def read(self, url: str, where: str) -> ImagePart:
+        """Return the image of a data URL; raises DataError for anything else."""
+        file = self._reader.decode_url(url, where)
         digest = hashlib.sha256(file).hexdigest()
         if (known := self._known.get(digest)) is not None:
             self._known.move_to_end(digest)
             return known
-        image = self._known[digest] = reader.check(file, where)
+        image = self._known[digest] = self._reader.check(file, where)
         self._kept_bytes += len(file)
         while self._kept_bytes > KEPT_BYTES and len(self._known) > 1:
             _, oldest = self._known.popitem(last=False)
@@ -44,14 +42,16 @@ class ImageStore:
 
 
 class RequestImages:
-    """Reads the images of one request, and counts them."""
+    """Reads the images of one request, and counts them. `store` is None if content has text alone."""
 
-    def __init__(self, limits: ImageLimits | None, store: ImageStore | None = None) -> None:
-        """Use `ImageStore.open_request`, or TEXT_ONLY for content without images."""
-        self.are_allowed = limits is not None
-        self._store = store or ImageStore(limits)
-        self._reader = ImageReader(ImagesConfig(**(limits or ImageLimits()).model_dump()))
+    def __init__(self, store: ImageStore | None) -> None:
+        self._store = store
         self._count = 0
+
+    @property
+    def are_allowed(self) -> bool:
+        """Return whether content may have images; only then may it be read."""
+        return self._store is not None
 
     def read_base64(self, media_type: str, data: str, where: str) -> ImagePart:
         """Return the image that a base64 text encodes, in either of its alphabets."""
@@ -60,11 +60,12 @@ class RequestImages:
 
     def read(self, url: str, where: str) -> ImagePart:
         """Return the image of a data URL; raises RequestError that names the place for anything else, and too many."""
+        assert self._store is not None
         self._count += 1
-        if self._count > (limit := self._reader.limits.max_count):
+        if self._count > (limit := self._store.limits.max_count):
             raise RequestError(400, f"{where}: image {self._count}; gateway.images.max_count is {limit}", param=where)
         try:
-            return self._store.keep(self._reader.decode_url(url, where), where, self._reader)
+            return self._store.read(url, where)
         except DataError as error:
             raise RequestError(400, str(error), param=where) from error
 

@@ -41,7 +41,7 @@ from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.completions import CompletionHandler, CompletionRules
 from nemo_rl.gateway.dialects.dialect import Dialect, EventStream, find_none, load_dialects
 from nemo_rl.gateway.echoes import EchoedCallStore
-from nemo_rl.gateway.images import ImageStore
+from nemo_rl.gateway.images import ImageStore, RequestImages
 from nemo_rl.gateway.live_sessions import LiveSession, SessionRegistry
 from nemo_rl.gateway.request_errors import RequestError
 from nemo_rl.gateway.session_api import RewardRequest, SessionRequest, session_body
@@ -112,7 +112,7 @@ class GatewayServer:
         self._rules = rules
         self._completions = CompletionHandler(generation, codec, rules)
         self._dialects = load_dialects()
-        self._images = ImageStore(None if codec.encoder.images is None else settings.images)
+        self._images = None if codec.encoder.images is None else ImageStore(settings.images)
         clock = time.monotonic
         self._sessions = SessionRegistry(
             codec,
@@ -341,7 +341,7 @@ class GatewayServer:
         self._session(request)
         body = await self._body(request)
         live = self._session(request)  # again: the session may have ended while the body arrived
-        call = dialect.parse(body, request.rel_url, live.session.response, self._images.open_request())
+        call = dialect.parse(body, request.rel_url, live.session.response, RequestImages(self._images))
         complete = partial(self._completions.complete_in_session, call, live)
         return await self._respond(request, dialect, call, complete, live)
 
@@ -355,7 +355,7 @@ class GatewayServer:
         if live is not None:
             live = self._sessions.get(live.session_id)  # again: it may have ended while the body arrived
         find_response = find_none if live is None else live.session.response
-        call = dialect.parse(body, request.rel_url, find_response, self._images.open_request())
+        call = dialect.parse(body, request.rel_url, find_response, RequestImages(self._images))
         is_named = live is None and call.session_id is not None
         if live is None and call.session_id is not None:
             live = self._sessions.get(call.session_id)
@@ -372,7 +372,7 @@ class GatewayServer:
         live = self._session(request) if "id" in request.match_info else self._keyed_session(request)
         if live is None:
             self._require_run_key(request)
-        call = dialect.parse_count(await self._body(request), self._images.open_request())
+        call = dialect.parse_count(await self._body(request), RequestImages(self._images))
         return web.json_response(dialect.render_count(self._completions.count_tokens(call, live)))
 
     def _keyed_session(self, request: web.Request) -> LiveSession | None:

@@ -164,10 +164,12 @@ def _plan(timeline: Timeline, rollout: SpanRecord, service: Mapping[str, float])
         *before, last = _agent_seconds(agents[0].start_ns, agents[-1].end_ns, generation)
         environment = [*before, last + sum(environment)]
     environment += [0.0] * (len(seconds) - len(environment))
-    total = sum(seconds)
-    tokens = [max(round(_tokens(rollout) * (each / total if total else 1 / len(seconds))), 1) for each in seconds]
     if generation and all("num_sampled_tokens" in wait.attributes for wait in generation):
-        tokens = [max(int(wait.attributes["num_sampled_tokens"]), 1) for wait in generation]
+        sampled = [int(wait.attributes["num_sampled_tokens"]) for wait in generation]
+    else:
+        total = sum(seconds)
+        sampled = [round(_tokens(rollout) * (each / total if total else 1 / len(seconds))) for each in seconds]
+    tokens = [max(count, 1) for count in sampled]
     scores = {
         wait.name.removeprefix(SCORER): _seconds([wait]) * service.get(wait.name, 1.0)
         for wait in _waits(timeline, rollout, SCORER)

@@ -349,9 +349,9 @@ def test_pictures_are_counted_and_refused_in_other_roles_and_to_policies_that_re
 def test_kept_images_are_bounded_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = picture(1), picture(2)
     store = gateway_images.ImageStore(LIMITS)
-    first = store.open_request().read(url_of(one), "here")
-    assert store.open_request().read(url_of(one), "here") is first
+    first = gateway_images.RequestImages(store).read(url_of(one), "here")
+    assert gateway_images.RequestImages(store).read(url_of(one), "here") is first
     monkeypatch.setattr(gateway_images, "KEPT_BYTES", len(two.file) + 10)
-    store.open_request().read(url_of(two), "here")
+    gateway_images.RequestImages(store).read(url_of(two), "here")
     assert list(store._known) == [two.digest]
     assert store._kept_bytes == len(two.file)
