@@ -54,6 +54,7 @@ REQUIRED: dict[str, dict[str, Any]] = {  # keys without which the others of a se
     "teachers.x": {"model_name": "t"},
     "teachers.x.server": SERVER,
     "data.validation": {"dataset_name": "gsm8k"},
+    "env.tagged_answers": {"reward_functions": [{"name": "format"}]},
 }
 LEFT_OUT = {"grpo": ("teacher", "teachers")}  # needs another algorithm
 MEANINGS: dict[str, tuple[object, ...]] = {  # NeMo-RL's: never, as in training, all
