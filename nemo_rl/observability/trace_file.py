@@ -12,11 +12,13 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from nemo_rl.durable_files import append_whole
-from nemo_rl.tracing import CounterRecord, SpanRecord, TraceRecord
+from nemo_rl.tracing import AttributeValue, CounterRecord, SpanRecord, TraceRecord
 
 TRACE_FILE = "trace.json.gz"
 GZIP_HEADER = b"\x1f\x8b\x08"  # a member's magic and method of compression (RFC 1952, section 2.3)
@@ -55,9 +57,9 @@ class TraceFile:
         if key not in self._named_lanes:
             self._named_lanes.add(key)
             yield from self._names(record)
-        names = ",".join([f"{_ENCODE(name)}:{_ENCODE(value)}" for name, value in record.attributes.items()])
+        names = ",".join([f"{_encode_name(name)}:{_encode_value(value)}" for name, value in record.attributes.items()])
         yield (
-            f'{{"ph":"X","name":{_ENCODE(record.name)},"ts":{record.start_ns / 1000},'
+            f'{{"ph":"X","name":{_encode_name(record.name)},"ts":{record.start_ns / 1000},'
             f'"dur":{(record.end_ns - record.start_ns) / 1000},"pid":{self._process_ids[record.track]},'
             f'"tid":{record.lane},"args":{{"trace_id":"{record.trace_id:032x}","span_id":"{record.span_id:016x}",'
             f'"parent_id":"{record.parent_id:016x}"{"," if names else ""}{names}}}}},\n'
@@ -70,6 +72,16 @@ class TraceFile:
             pid = self._process_ids[track] = os.getpid() * MAX_TRACKS + len(self._process_ids)
             yield _line("M", "process_name", pid, tid=0, args={"name": track})
         yield _line("M", "thread_name", self._process_ids[track], tid=lane, args={"name": f"{track} {lane}"})
+
+
+_encode_name = lru_cache(maxsize=1024)(encode_basestring_ascii)
+
+
+def _encode_value(value: AttributeValue) -> str:
+    """Return the JSON text of an attribute; texts and integers, which most are, without a call of the encoder."""
+    if type(value) is str:
+        return encode_basestring_ascii(value)
+    return str(value) if type(value) is int else _ENCODE(value)
 
 
 def _line(kind: str, name: str, pid: int, **fields: Any) -> str:

@@ -38,6 +38,7 @@ async def publish(engine: Any, model: Any, weight_version: int, sync: TransportW
     await sync.publish(UntrainedPolicy(model), engine, weight_version=weight_version)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # the next test kills one in a refit; the router's own are in tests/unit/generation
 def test_a_killed_replica_is_survived_and_refits_are_right_afterwards(tiny_models):
     section = VllmGenerationConfig(num_replicas=2, vllm_cfg=VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16))
     old, new = tiny_model(tied=True, seed=3), tiny_model(tied=True, seed=4)

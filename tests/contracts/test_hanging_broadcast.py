@@ -48,6 +48,7 @@ class Receiver:
         self.norms = {name: float(tensor.norm()) for name, tensor in self._stream.receive()}
 
 
+@pytest.mark.slow  # waits for deadlines of two engines
 def test_a_replica_that_hangs_ends_the_refit_with_its_name_and_the_policy_trains_on(tmp_path: Path) -> None:
     connect(num_cpus=2)
     config, arguments = settings(saved_model("qwen2", tmp_path))

@@ -35,6 +35,7 @@ from nemo_rl.weight_manifests import LocalWeights
 from nemo_rl.weight_sync.in_process import InProcess
 from nemo_rl.weight_sync.shared_memory import SharedMemory
 from tests.contracts.engines import UntrainedPolicy, answers, exact_logprobs, request, section
+from tests.support.quick import quick
 
 pytestmark = pytest.mark.timeout(600)
 LENGTH = 128
@@ -131,7 +132,7 @@ def difference(runner: asyncio.Runner, engine: VllmGeneration, model: PreTrained
     return float((torch.tensor(completion.logprobs) - exact).abs().max())
 
 
-@pytest.mark.parametrize("name", COPIED)
+@pytest.mark.parametrize("name", quick(COPIED, ["qwen2, tied", "phi3, fused in its files"]))
 def test_refits_repeat_the_copies_of_the_first_one_exactly(engine_loop, tmp_path, name):
     torch.manual_seed(0)
     model = COPIED[name]().float().eval()

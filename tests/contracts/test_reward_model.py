@@ -160,6 +160,7 @@ def test_a_model_that_is_not_there_or_lacks_its_head_is_refused(tmp_path: Path) 
         assert caught.value.key == "scorers.rm.model_name"
 
 
+@pytest.mark.slow  # starts two actors
 def test_a_dead_actor_fails_what_it_holds_and_is_replaced(tmp_path: Path) -> None:
     model = save(tmp_path)
     with asyncio.Runner() as runner, scorer_of(tmp_path, runner, num_replicas=2) as scorer:

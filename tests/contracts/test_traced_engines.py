@@ -91,6 +91,7 @@ def test_phases_and_counters_of_an_engine_in_this_process(tiny_models: dict[str,
     assert max(values(kept, "engine/kv_cache_usage")) > 0
 
 
+@pytest.mark.slow  # starts Ray and an engine in it
 def test_an_engine_in_an_actor_has_a_track_of_its_own(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """vLLM's core is then in a third process, and its front end in the actor's."""
     profiles = tmp_path / "profiles"

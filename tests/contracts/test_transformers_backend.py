@@ -44,6 +44,7 @@ logger: {{log_dir: {tmp_path}/runs, progress: false}}
     return path
 
 
+@pytest.mark.slow  # a whole run of a model that vLLM leaves to transformers
 def test_two_steps_train_and_each_refit_is_verified(recipe: Path) -> None:
     training = asyncio.run(run_training(load_config(recipe), "uv run train.py"))
     assert training.position.step == 2

@@ -29,6 +29,12 @@ SMALL = (
 
 ASKERS = ("single_turn:ask", "other_apis:ask_with_responses", "other_apis:ask_with_messages")
 
+MISTAKES = [
+    (("env.asker.function=examples.agents.single_turn:aks",), "did you mean ask?"),
+    (("gateway.tool_parser=hermess",), "hermes"),
+    (("env.asker.scored_by=asker",), "env.asker.scored_by"),
+]
+
 
 @pytest.fixture(scope="module", params=quick(ASKERS, ["other_apis:ask_with_messages"]))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
@@ -65,11 +71,7 @@ def test_rollouts_of_an_agent_are_written_with_the_scorers_reward(run: Run) -> N
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
-    [
-        (("env.asker.function=examples.agents.single_turn:aks",), "did you mean ask?"),
-        (("gateway.tool_parser=hermess",), "hermes"),
-        (("env.asker.scored_by=asker",), "env.asker.scored_by"),
-    ],
+    quick(MISTAKES, MISTAKES[:1]),
 )
 def test_a_mistake_about_an_agent_ends_before_a_model_loads(
     overrides: tuple[str, ...], expected: str, tmp_path: Path
@@ -80,6 +82,7 @@ def test_a_mistake_about_an_agent_ends_before_a_model_loads(
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow  # as the first run, by another package
 def test_an_agent_of_an_existing_framework_is_trained_unchanged(tmp_path: Path) -> None:
     function = "++env.asker.function=examples.agents.with_pydantic_ai:ask"
     run = run_grpo(tmp_path, *SMALL, *AGENT, function, "grpo.max_num_steps=1", "grpo.val_period=0")

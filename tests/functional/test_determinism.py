@@ -40,6 +40,7 @@ def rollouts(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow  # the resumed run of test_interrupt_and_resume.py equals an uninterrupted one
 def test_two_runs_are_equal_in_every_bit(tmp_path: Path) -> None:
     one, other = (run_grpo(tmp_path / name, *DETERMINISTIC) for name in ("one", "other"))
     assert one.returncode == other.returncode == 0, one.stderr + other.stderr

@@ -27,7 +27,7 @@ LOGGED = {
 }
 
 
-QUICK = [each for each in COMMANDS if any(part in each for part in ("engines", "losses", "SecondTry"))]
+QUICK = [each for each in COMMANDS if any(part in each for part in ("engines", "losses"))]
 
 
 def name_of(command: str) -> str:

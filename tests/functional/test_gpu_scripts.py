@@ -251,6 +251,7 @@ def test_the_trainer_script_runs_on_a_cpu(tmp_path: Path) -> None:
     assert figures["ipc"]["gb"] == pytest.approx(2**20 / 1e9)
 
 
+@pytest.mark.slow  # the script without Megatron runs above
 def test_the_trainer_script_trains_on_megatron_in_a_process_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, GPU.parent / "gpu_trainer.py", "--device", "cpu", "--parts", "megatron", "--out", out]

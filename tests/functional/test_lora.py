@@ -70,6 +70,7 @@ def test_a_run_goes_on_from_its_adapter(run: Run, tmp_path: Path) -> None:
     assert (checkpoint(run, 3) / "adapter").exists()
 
 
+@pytest.mark.slow  # a process for each refusal
 def test_what_cannot_be_adapted_ends_before_a_model_loads(tmp_path: Path) -> None:
     run = run_grpo(tmp_path, *SMALL, "policy.dtensor_cfg.lora_cfg.target_modules=[q_porj]")
     assert run.returncode == 2, run.stderr

@@ -88,6 +88,7 @@ def test_a_killed_rank_ends_the_run_with_its_cause_and_leaves_no_process(tmp_pat
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
+@pytest.mark.slow  # a process for one refusal
 def test_a_model_that_ranks_cannot_share_ends_the_run_before_it_loads(tmp_path: Path) -> None:
     run = run_grpo(tmp_path, "policy.dtensor_cfg.tensor_parallel_size=5")
     assert run.returncode == 2, run.stderr

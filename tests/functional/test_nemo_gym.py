@@ -89,6 +89,7 @@ def test_rollouts_are_written_with_the_answer_that_gym_understood(run: Run) -> N
     assert any(row["answer"] for row in written)
 
 
+@pytest.mark.slow  # test_collect.py kills one
 def test_an_interrupted_collection_goes_on_and_survives_the_way_through_gyms_files(
     rows: Path, reached: tuple[str, ...], tmp_path: Path
 ) -> None:
