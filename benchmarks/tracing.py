@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
+from nemo_rl.launch.training import tuned_garbage_collection
 from nemo_rl.observability.trace_file import TRACE_FILE, TraceFile, read_trace
 from nemo_rl.tracing import SpanRecord, Tracer, span
 from tests.fakes.environments import FakeEnvironment
@@ -58,9 +59,10 @@ def main() -> None:
         path.unlink()
         run_rollouts(parsed.rollouts, None)  # warms up
         off = on = 0.0
-        for _ in range(parsed.rounds):
-            off += run_rollouts(parsed.rollouts, None)
-            on += run_rollouts(parsed.rollouts, path)
+        with tuned_garbage_collection():  # as a run does once everything is loaded
+            for _ in range(parsed.rounds):
+                off += run_rollouts(parsed.rollouts, None)
+                on += run_rollouts(parsed.rollouts, path)
         num_spans = sum(isinstance(record, SpanRecord) for records in read_trace(path) for record in records)
         size = path.stat().st_size
         print(

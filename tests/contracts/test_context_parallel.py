@@ -225,6 +225,7 @@ def routes_and_metrics(
     return routes, metrics
 
 
+@pytest.mark.slow  # tests/contracts/test_policy_checkpoints.py resumes on other layouts
 def test_training_resumes_on_another_layout(models: dict[str, Path], pool: RankPool, tmp_path: Path) -> None:
     batch, other = make_sharing_batch(LENGTHS), make_sharing_batch(LENGTHS, seed=2)
     step, reading = ("train_step", other, WeightedNLL()), ("run_with_weights", clones)

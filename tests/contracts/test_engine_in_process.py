@@ -170,6 +170,7 @@ def test_closing_fails_what_runs_and_leaves_the_process_as_it_was(
     engine_loop.run(main())
 
 
+@pytest.mark.slow  # starts two engines
 def test_engines_with_different_extensions_of_the_worker_share_a_process(
     engine_loop: asyncio.Runner, spelling_model: EngineModel
 ) -> None:

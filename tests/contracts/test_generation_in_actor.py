@@ -17,6 +17,7 @@ from nemo_rl.weight_sync.refit import TransportWeightSync
 from tests.contracts.engines import MAX_MODEL_LEN, UntrainedPolicy, answers, exact_logprobs, request, tiny_model
 
 
+@pytest.mark.slow  # tests/functional/test_many_ranks.py has two engines in actors
 def test_engine_in_an_actor_answers_and_takes_new_weights(tiny_models):
     model = tiny_model(tied=True, seed=3)
     cfg = VllmConfig(kv_cache_memory_bytes=2**25, max_num_seqs=16)

@@ -46,6 +46,7 @@ def greedy_answers(weights: Path, adapter: Path | None = None) -> list[str]:
     return answers
 
 
+@pytest.mark.slow  # a whole run first; test_adapters.py samples adapters by name
 def test_a_run_of_lora_serves_its_base_and_each_adapter_by_name(tmp_path: Path) -> None:
     run = write_lora_run(tmp_path / "exp_001", {2: 0.5, 4: 0.25})
     names = {"base": None} | {f"exp_001-step_{n}": run / f"checkpoints/step_{n}/policy/adapter" for n in (2, 4)}

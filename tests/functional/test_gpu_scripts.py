@@ -235,6 +235,7 @@ def test_models_for_machines_without_a_network_train(tmp_path: Path, gpu: Any) -
     assert run.metrics()[1]["train/loss"] == pytest.approx(0, abs=1)
 
 
+@pytest.mark.slow  # trains each of its models
 def test_the_trainer_script_runs_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, ROOT / "scripts/acceptance/gpu_trainer.py", "--device", "cpu", "--out", out]
@@ -251,7 +252,7 @@ def test_the_trainer_script_runs_on_a_cpu(tmp_path: Path) -> None:
     assert figures["ipc"]["gb"] == pytest.approx(2**20 / 1e9)
 
 
-@pytest.mark.slow  # the script without Megatron runs above
+@pytest.mark.slow  # as above
 def test_the_trainer_script_trains_on_megatron_in_a_process_of_its_own(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, GPU.parent / "gpu_trainer.py", "--device", "cpu", "--parts", "megatron", "--out", out]

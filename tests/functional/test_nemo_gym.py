@@ -72,6 +72,7 @@ def run(rows: Path, reached: tuple[str, ...], tmp_path_factory: pytest.TempPathF
     return train(rows, tmp_path_factory.mktemp("logs"), *reached)
 
 
+@pytest.mark.slow  # the documented training starts its own
 def test_a_stack_that_runs_already_is_trained_on(run: Run) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     metrics = run.metrics()
@@ -80,6 +81,7 @@ def test_a_stack_that_runs_already_is_trained_on(run: Run) -> None:
     assert metrics[2]["validation/num_failed"] == 0
 
 
+@pytest.mark.slow  # as above
 def test_rollouts_are_written_with_the_answer_that_gym_understood(run: Run) -> None:
     assert run.directory is not None
     written = [json.loads(line) for line in (run.directory / "rollouts" / "train.jsonl").read_text().splitlines()]

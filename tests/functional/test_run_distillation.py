@@ -7,6 +7,7 @@ import pytest
 
 from nemo_rl.metric_names import find_undocumented
 from tests.functional.cli import ROOT, Run, run_command_line
+from tests.support.quick import quick
 
 pytestmark = pytest.mark.timeout(600)  # the first one also makes the models
 
@@ -59,14 +60,14 @@ def test_training_scores_each_rollout_alone_and_validation_all_in_one_call(run: 
     assert sizes == {1: NUM_STEPS * NUM_PROMPTS, NUM_HELD_OUT: 2}  # validated at the start and the end
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("distillation.topk_logits_k=1000",), "distillation.topk_logits_k"),
-        (("++teachers.spelling={model_name: nemo_rl/quickstart-teacher}",), "teachers.spelling"),
-        (("loss_fn.kl_type=backward",), "loss_fn.kl_type"),
-    ],
-)
+BAD_INPUT = [  # a process each
+    (("distillation.topk_logits_k=1000",), "distillation.topk_logits_k"),
+    (("++teachers.spelling={model_name: nemo_rl/quickstart-teacher}",), "teachers.spelling"),
+    (("loss_fn.kl_type=backward",), "loss_fn.kl_type"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), quick(BAD_INPUT, BAD_INPUT[:1]))
 def test_bad_input_ends_before_a_model_loads(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     run = run_command_line(SCRIPT, tmp_path, *arguments)
     assert run.returncode == 2, run.stderr

@@ -11,6 +11,7 @@ from nemo_rl.observability.trace_file import TRACE_FILE
 from nemo_rl.trace.bubbles import count_bubbles
 from nemo_rl.trace.timeline import Timeline
 from tests.functional.cli import Run, run_grpo
+from tests.support.quick import quick
 from tests.support.trace_sql import ask, open_trace
 
 pytestmark = pytest.mark.timeout(600)  # the first one also makes the quickstart's model
@@ -113,6 +114,7 @@ def test_ten_questions_to_the_trace(run: Run) -> None:
     assert ask(trace, crossing) == 0
 
 
+@pytest.mark.slow  # a run under two profilers
 def test_the_profile_of_a_step_stands_in_the_trace(tmp_path: Path) -> None:
     profiled = "grpo.max_num_steps=2", "logger.trace.enabled=true", "logger.profile.steps=[2]"
     run = run_grpo(tmp_path, *SMALL, *profiled)
@@ -185,17 +187,17 @@ def test_the_summary_shows_the_way_on(run: Run) -> None:
     assert "checkpointing.checkpoint_dir=" in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("grpo.num_prompt_per_step=4",), "grpo.num_prompts_per_step"),
-        (("++grpo.num_prompt_per_step=4",), "grpo.num_prompts_per_step"),
-        (("--config", "absent.yaml"), "absent.yaml"),
-        (("policy.train_global_batch_size=7",), "policy.train_global_batch_size"),
-        (("data.max_input_seq_length=3",), "data.max_input_seq_length"),
-        (("env.reasoning_gym.require_stopp=true",), "require_stop"),
-    ],
-)
+BAD_INPUT = [  # a process each
+    (("grpo.num_prompt_per_step=4",), "grpo.num_prompts_per_step"),
+    (("++grpo.num_prompt_per_step=4",), "grpo.num_prompts_per_step"),
+    (("--config", "absent.yaml"), "absent.yaml"),
+    (("policy.train_global_batch_size=7",), "policy.train_global_batch_size"),
+    (("data.max_input_seq_length=3",), "data.max_input_seq_length"),
+    (("env.reasoning_gym.require_stopp=true",), "require_stop"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), quick(BAD_INPUT, BAD_INPUT[:1]))
 def test_bad_input_ends_before_a_model_loads(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     run = run_grpo(tmp_path, *arguments)
     assert run.returncode == 2, run.stderr

@@ -11,6 +11,7 @@ from tests.functional.cli import DEADLINE_S, ROOT, environment, run_grpo
 pytestmark = pytest.mark.timeout(1200)
 
 
+@pytest.mark.slow  # two whole runs; contracts have the scores
 def test_a_reward_model_that_run_rm_trained_rewards_grpo(tmp_path: Path) -> None:
     directory = tmp_path / "reward_model"
     trained = subprocess.run(

@@ -54,6 +54,7 @@ def test_a_few_steps_on_a_file_of_messages_then_two_more(fresh: Path, chats: Pat
     assert info["metrics"]["val:loss"] == pytest.approx(second.metrics()[4]["validation/loss"])
 
 
+@pytest.mark.slow  # a process for each
 def test_dry_run_names_the_ranks_and_a_template_that_cannot_be_cut_is_refused(
     fresh: Path, chats: Path, tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ def test_a_killed_task_is_submitted_again_alone_and_runs_what_is_missing(case: C
     assert (case.output / "profile.json").exists()
 
 
+@pytest.mark.slow  # waits for limits
 def test_a_task_at_its_time_limit_is_requeued_and_goes_on_while_the_aggregation_waits(case: Case) -> None:
     case.hold(0, 0, after=5)
     jobs = case.submit("slurm.requeue_s_before_end=60", *case.server)
