@@ -47,6 +47,11 @@ class EnvironmentConfig(Section):
     # reward of a rollout that a limit cuts off before its environment gave any; null: none, and no place in a baseline
     truncated_reward: float | None = Field(default=0.0, allow_inf_nan=False)
 
+    @property
+    def shows_images(self) -> bool:
+        """Return whether it is configured to show the policy images, which needs one that sees."""
+        return False
+
 
 class RolloutRunnerConfig(EnvironmentConfig):
     """Base of entries that run whole rollouts themselves and call the policy through the gateway."""

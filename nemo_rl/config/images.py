@@ -29,6 +29,8 @@ class GatewayImagesConfig(ImageLimits):
     """Images in requests, as data URLs or base64: those of a whole conversation, which clients repeat."""
 
     max_count: int = Field(default=64, gt=0, le=64)  # images per request
+    max_total_bytes: int = Field(default=24 * 2**20, gt=0, le=24 * 2**20)  # bytes of all files of a request
+    max_total_pixels: int = Field(default=2**27, gt=0, le=2**28)  # pixels of all images of a request
 
 
 def check_images(key: str, section: ImagesConfig) -> None:

@@ -11,7 +11,8 @@ import io
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,13 +113,26 @@ class ImageReader:
 
 def decode(file: bytes, where: str, limits: ImageLimits = LARGEST) -> Image.Image:
     """Return the picture in a file's bytes; raises DataError for a file that is too large, damaged or no image."""
+    with _opened(file, where, limits) as image:
+        image.load()
+        return image
+
+
+def count_pixels(file: bytes, where: str, limits: ImageLimits = LARGEST) -> int:
+    """Return width times height by a file's header, without decoding it; raises as `decode` for what that shows."""
+    with _opened(file, where, limits) as image:
+        return image.width * image.height
+
+
+@contextmanager
+def _opened(file: bytes, where: str, limits: ImageLimits) -> Iterator[Image.Image]:
+    """Open an image whose header is within the limits; whatever reading it raises becomes a DataError."""
     if len(file) > limits.max_bytes:
         raise DataError(f"{where} has {len(file)} bytes; allowed: max_bytes = {limits.max_bytes}")
     try:
         with Image.open(io.BytesIO(file), formats=FORMATS) as image:
             _check_size(image, where, limits)
-            image.load()
-            return image
+            yield image
     except DataError:
         raise
     except Exception as error:  # decoders raise anything for a damaged file: SyntaxError, struct.error, OSError

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase, Qwen2_5_VLProcessor
@@ -27,7 +28,7 @@ KEPT_BYTES = 2**30  # limit for processed images
 UNBATCHED = ("pixel_values", "pixel_attention_mask")  # arrays that processors of tiles give an axis of samples
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class EncodedImage:
     """An image as text with its placeholder tokens, and its features' input."""
 
@@ -75,7 +76,9 @@ class ImageEncoder:
         self._processor = processor
         self._known: OrderedDict[str, EncodedImage] = OrderedDict()
         self._kept_bytes = 0
-        self._lock = threading.Lock()
+        self._alive: WeakValueDictionary[str, EncodedImage] = WeakValueDictionary()
+        self._lock = threading.Lock()  # of the images above
+        self._processing = threading.Lock()  # tokenizers and processors are not safe to use from several threads
         self.mark = str(processor.image_token)  # the text in a rendered conversation that stands for an image
         self.token_id = int(processor.tokenizer.convert_tokens_to_ids(self.mark))
         self.num_encoded = 0  # images that were processed, for tests and logs
@@ -91,17 +94,28 @@ class ImageEncoder:
             raise ConfigError(key, model_path, "has no processor that reads images")
         return cls(processor)
 
-    def encode(self, image: ImagePart) -> EncodedImage:
-        """Return an image's text and features; raises DataError for one that is only known by its digest."""
-        with self._lock:
-            if (known := self._known.get(image.digest)) is not None:
-                self._known.move_to_end(image.digest)
+    def encode(self, image: ImagePart, where: str | None = None) -> EncodedImage:
+        """Return an image's text and features; raises DataError for one that is only known by its digest.
+
+        `where` is the place that errors name. An encoded image is found for as long as it fits, or anyone holds it.
+        """
+        if (known := self.find(image.digest)) is not None:
+            return known
+        if not image.file:
+            raise DataError(f"image {image.digest[:12]} was read from a record, which holds no files")
+        with self._processing:
+            if (known := self.find(image.digest)) is not None:
                 return known
-            if not image.file:
-                raise DataError(f"image {image.digest[:12]} was read from a record, which holds no files")
-            encoded = self._process(image)
+            encoded = self._process(image, where or f"image {image.digest[:12]}")
             self._keep(image.digest, encoded)
             return encoded
+
+    def find(self, digest: str) -> EncodedImage | None:
+        """Return an image that is encoded already; never waits for one that is being encoded."""
+        with self._lock:
+            if digest in self._known:
+                self._known.move_to_end(digest)
+            return self._alive.get(digest)
 
     def place(
         self, text: str, images: Sequence[ImagePart], tokenizer: PreTrainedTokenizerBase
@@ -128,9 +142,8 @@ class ImageEncoder:
             start = end
         return token_ids, tuple(placed)
 
-    def _process(self, image: ImagePart) -> EncodedImage:
+    def _process(self, image: ImagePart, place: str) -> EncodedImage:
         tokenizer = self._processor.tokenizer
-        place = f"image {image.digest[:12]}"
         picture = decode(image.file, place).convert("RGB")
         if hashlib.sha256(image.file).hexdigest() != image.digest:
             raise DataError(f"{place} is a file of another digest; data.images.ImageReader makes images")
@@ -150,8 +163,9 @@ class ImageEncoder:
         return EncodedImage(text, ImageFeatures(image.digest, arrays, token_ids.count(self.token_id)))
 
     def _keep(self, digest: str, encoded: EncodedImage) -> None:
-        self._known[digest] = encoded
-        self._kept_bytes += encoded.features.num_bytes
-        while self._kept_bytes > KEPT_BYTES and len(self._known) > 1:
-            _, oldest = self._known.popitem(last=False)
-            self._kept_bytes -= oldest.features.num_bytes
+        with self._lock:
+            self._known[digest] = self._alive[digest] = encoded
+            self._kept_bytes += encoded.features.num_bytes
+            while self._kept_bytes > KEPT_BYTES and len(self._known) > 1:
+                _, oldest = self._known.popitem(last=False)
+                self._kept_bytes -= oldest.features.num_bytes

@@ -46,6 +46,7 @@ class CallRequest:
     previous_id: str | None = None  # completion whose conversation `messages` continue
     is_kept: bool = False  # a later call may name this one instead of repeating its messages
     num_instructions: int = 0  # leading messages that are not kept
+    num_image_tokens: int = 0  # tokens of the images in `messages`, counted up to the model's context
     asks_truncation: bool = False  # `truncation: auto`; the error of a conversation that is too long mentions it
     echoed: Mapping[str, Any] = field(default_factory=dict)  # request fields that the API repeats in its answer
 

@@ -254,7 +254,8 @@ class CompletionHandler:
 
     def _check_length(self, request: CallRequest) -> None:
         limit = self._rules.max_model_len * MAX_CHARACTERS_PER_TOKEN
-        if sum(len(message.content) for message in request.messages) > limit:
+        has_room = request.num_image_tokens < self._rules.max_model_len
+        if not has_room or sum(len(message.content) for message in request.messages) > limit:
             raise ContextLengthError(None, self._rules.max_model_len, asks_truncation=request.asks_truncation)
 
     def _check_guide(self, field: str, *, trains: bool) -> None:

@@ -24,14 +24,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 from aiohttp import web
 from pydantic_core import to_json
 
-from nemo_rl.config.images import ImageLimits
+from nemo_rl.config.images import GatewayImagesConfig
 from nemo_rl.config.shared_sections import GatewayConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.gateway.calls import CallAnswer, CallRequest, Delta
@@ -82,7 +82,7 @@ class ServerSettings:
     headers_timeout_s: float = 30.0
     body_timeout_s: float = 60.0
     allowed_hosts: tuple[str, ...] = ()  # accepted in Host headers, besides this machine's names
-    images: ImageLimits = field(default_factory=ImageLimits)  # bounds of a request's images, if the policy sees
+    images: GatewayImagesConfig = field(default_factory=GatewayImagesConfig)  # of requests, if the policy sees
 
 
 def read_token(section: GatewayConfig) -> str | None:
@@ -112,7 +112,8 @@ class GatewayServer:
         self._rules = rules
         self._completions = CompletionHandler(generation, codec, rules)
         self._dialects = load_dialects()
-        self._images = None if codec.encoder.images is None else ImageStore(settings.images)
+        encoder = codec.encoder.images
+        self._images = None if encoder is None else ImageStore(settings.images, encoder)
         clock = time.monotonic
         self._sessions = SessionRegistry(
             codec,
@@ -196,6 +197,8 @@ class GatewayServer:
     async def close(self) -> None:
         """Cancel running calls and stop listening. May be called twice."""
         self._sessions.close_all()
+        if self._images is not None:
+            self._images.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -340,8 +343,10 @@ class GatewayServer:
     async def _call(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         self._session(request)
         body = await self._body(request)
-        live = self._session(request)  # again: the session may have ended while the body arrived
-        call = dialect.parse(body, request.rel_url, live.session.response, RequestImages(self._images))
+        images = RequestImages(self._images)
+        call = dialect.parse(body, request.rel_url, self._session(request).session.response, images)
+        call = await self._read_images(call, images)
+        live = self._session(request)  # again: the session may have ended while body and images were read
         complete = partial(self._completions.complete_in_session, call, live)
         return await self._respond(request, dialect, call, complete, live)
 
@@ -352,13 +357,14 @@ class GatewayServer:
         """
         live = self._keyed_session(request)
         body = await self._body(request)
-        if live is not None:
-            live = self._sessions.get(live.session_id)  # again: it may have ended while the body arrived
         find_response = find_none if live is None else live.session.response
-        call = dialect.parse(body, request.rel_url, find_response, RequestImages(self._images))
+        images = RequestImages(self._images)
+        call = dialect.parse(body, request.rel_url, find_response, images)
+        call = await self._read_images(call, images)
         is_named = live is None and call.session_id is not None
-        if live is None and call.session_id is not None:
-            live = self._sessions.get(call.session_id)
+        session_id = call.session_id if live is None else live.session_id
+        if session_id is not None:  # again: the session may have ended while body and images were read
+            live = self._sessions.get(session_id)
         if live is not None:
             complete = partial(self._completions.complete_in_session, call, live, is_named=is_named)
         elif dialect.needs_session:
@@ -372,8 +378,13 @@ class GatewayServer:
         live = self._session(request) if "id" in request.match_info else self._keyed_session(request)
         if live is None:
             self._require_run_key(request)
-        call = dialect.parse_count(await self._body(request), RequestImages(self._images))
+        images = RequestImages(self._images)
+        call = await self._read_images(dialect.parse_count(await self._body(request), images), images)
         return web.json_response(dialect.render_count(self._completions.count_tokens(call, live)))
+
+    async def _read_images(self, call: CallRequest, images: RequestImages) -> CallRequest:
+        """Decode and encode a call's images while other calls go on; raises RequestError as `RequestImages.check`."""
+        return replace(call, num_image_tokens=await images.check(self._rules.max_model_len))
 
     def _keyed_session(self, request: web.Request) -> LiveSession | None:
         """Return the session that the header or the API key names; raises RequestError for an unknown one."""

@@ -83,14 +83,18 @@ def check_vision(policy: PolicyConfig, model: PreTrainedConfig) -> None:
         raise ConfigError("policy.model_name", policy.model_name, f"{kind}; allowed: policy.backend fsdp2")
 
 
-def check_image_rows(config: RolloutRunConfig, encoder: ChatEncoder) -> None:
-    """Raise ConfigError for rows with images and a policy that reads text."""
+def check_images_are_seen(config: RolloutRunConfig, encoder: ChatEncoder) -> None:
+    """Raise ConfigError for rows or environments with images and a policy that reads text."""
+    problem, kinds = "policy.model_name reads text; allowed", f"or a model of type {', '.join(VISION_MODEL_TYPES)}"
+    if encoder.images is not None:
+        return
+    for name, environment in config.env.items():
+        if environment.shows_images:
+            raise ConfigError(f"env.{name}.images", True, f"{problem}: false, {kinds}")
     for key, own in config.data.datasets:
         section = resolve_dataset(own, config.data.default, key=key)[1].images
-        if section is not None and encoder.images is None and not encoder.is_rendered_by_server:
-            problem = "policy.model_name reads text; allowed: null, or a model of type"
-            kinds = ", ".join(VISION_MODEL_TYPES)
-            raise ConfigError(f"{key}.images", section.model_dump(exclude_unset=True), f"{problem} {kinds}")
+        if section is not None and not encoder.is_rendered_by_server:
+            raise ConfigError(f"{key}.images", section.model_dump(exclude_unset=True), f"{problem}: null, {kinds}")
 
 
 def check_router_replay(policy: PolicyConfig, model: PreTrainedConfig) -> None:

@@ -31,7 +31,7 @@ from nemo_rl.distributed.devices import ALL_DEVICES, Device, choose_device, has_
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.launch.resolved_model import (
     ResolvedModel,
-    check_image_rows,
+    check_images_are_seen,
     make_target_builders,
     resolve_policy,
     resolve_teachers,
@@ -87,7 +87,7 @@ async def resolve_on(config: TrainingRunConfig, layout: Layout) -> ResolvedRun:
     check_optimizer(config.policy)
     train, validation = load_prompts(config)  # before the model: making the quickstart's takes half a minute
     policy = await resolve_policy(config.policy)
-    check_image_rows(config, policy.encoder)
+    check_images_are_seen(config, policy.encoder)
     check_stop_tokens(config, policy.vocab_size)
     _warn_of_short_limits(config, policy)
     config, layout = _fit_engine_to_model(config, layout, policy)

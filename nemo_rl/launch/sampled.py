@@ -26,7 +26,7 @@ from nemo_rl.generation.served import CHAT, COMPLETIONS, Api, ServedGeneration
 from nemo_rl.interfaces import Generation
 from nemo_rl.launch.memory_plan import sampling_memory_plan
 from nemo_rl.launch.models import resolve_model
-from nemo_rl.launch.resolved_model import check_context_length, check_image_rows
+from nemo_rl.launch.resolved_model import check_context_length, check_images_are_seen
 from nemo_rl.launch.resolved_run import GPU_KEYS, check_tasks
 from nemo_rl.launch.starting_adapters import adapter_slots, load_adapters
 from nemo_rl.policy.hf_model import load_config
@@ -192,7 +192,7 @@ async def load_collection_inputs(config: SampledRunConfig, stack: AsyncExitStack
             raise ConfigError("server.adapters", list(config.server.adapters), f"{problem}; allowed: merged weights")
         check_context_length(config.policy, model)
     assert encoder is not None  # needed to probe a server for token ids
-    check_image_rows(config, encoder)
+    check_images_are_seen(config, encoder)
     inputs = _screen_lengths(config, CollectionInputs(input_set, encoder, model_path, served, vision_type))
     if inputs.overlong is not None:
         logger.warning("input: %s", inputs.overlong.describe())

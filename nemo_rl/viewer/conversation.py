@@ -122,7 +122,7 @@ def turns_of(chain: Chain) -> list[dict[str, Any]]:
                 "role": role if role in ("system", "user", "assistant", "tool", "environment") else "other",
                 "label": show(role)[:40],
                 "parts": [part for part in parts if part["text"]],
-                "images": [image["digest"] for image in images_of(message)],
+                "images": list(dict.fromkeys(image["digest"] for image in images_of(message))),
                 "length": len(text),
                 "searched": "".join(part["text"] for part in parts).lower(),
                 "is_cut": any(part["hidden"] for part in parts),

@@ -77,8 +77,11 @@ def rollout_page(source: ViewerSource, split: str, name: str, values: Mapping[st
     tokens = conversation.colour_tokens(details, colour, start=whole_number(values.get("tokens"))) if details else None
     find = values.get("find", "").strip()[:MAX_ID_CHARS]
     turns = conversation.turns_of(chains[chain])
-    digests = dict.fromkeys(digest for turn in turns for digest in turn["images"])
-    pictures = {digest: source.picture(digest) for digest in list(digests)[:MAX_PICTURES]}
+    first_turns: dict[str, int] = {}  # by image; later turns link to it
+    for turn in turns:
+        for digest in turn["images"]:
+            first_turns.setdefault(digest, turn["number"])
+    pictures = {digest: source.picture(digest) for digest in list(first_turns)[:MAX_PICTURES]}
     context = {
         "source": source,
         "split": split,
@@ -92,6 +95,7 @@ def rollout_page(source: ViewerSource, split: str, name: str, values: Mapping[st
         "failure": row.get("failure") or None,
         "turns": turns,
         "pictures": {digest: url for digest, url in pictures.items() if url is not None},
+        "first_turns": first_turns,
         "chain": chain,
         "histories": conversation.histories(chains),
         "details": details,

@@ -48,6 +48,11 @@ class McpConfig(AgentRunnerConfig):
     call_timeout_s: Seconds = 30.0  # per request to the server
     max_output_chars: int = Field(default=4096, gt=0)  # per result; the rest is cut
     images: bool = False  # show the policy the images of results, such as screenshots; false: their type alone
+    max_images: int = Field(default=16, gt=0, le=64)  # images shown per rollout; later ones are replaced by their type
+
+    @property
+    def shows_images(self) -> bool:
+        return self.images
 
 
 class McpServerError(Exception):
@@ -70,6 +75,9 @@ def check_mcp(key: str, section: McpConfig, config: RolloutRunConfig) -> None:
     if section.url is not None and not section.url.startswith(("http://", "https://")):
         raise ConfigError(f"{key}.url", section.url, "must begin with http:// or https://")
     check_call_timeout(key, section.call_timeout_s, section.timeout_s)
+    if section.images and section.max_images > (limit := config.gateway.images.max_count):
+        problem = f"a conversation repeats its images in each request; gateway.images.max_count is {limit}"
+        raise ConfigError(f"{key}.max_images", section.max_images, problem)
     if config.gateway.tool_parser is None:
         raise ConfigError("gateway.tool_parser", None, f"{key} needs one: the policy calls tools")
     require_package(f"{key}.type", "mcp", "mcp", "mcp")
@@ -97,7 +105,7 @@ class McpAgent:
             listed = await _list_tools(server)
             offered = {name: tool for name, tool in listed.items() if self._is_offered(name, listed)}
             schemas = [to_openai_tool(tool) for tool in offered.values()]
-            call = partial(self._call, server, offered)
+            call = partial(self._call, server, offered, _Screens(section.max_images if section.images else 0))
             try:
                 answer = await converse_with_tools(policy, prompt, schemas, call, max_turns=section.max_turns)
             except BrokenTool as error:
@@ -106,7 +114,7 @@ class McpAgent:
             return AgentResult(await self._reward(prompt, server, listed, answer), answer)
 
     async def _call(
-        self, server: "Client", tools: "Mapping[str, Tool]", function: Mapping[str, Any]
+        self, server: "Client", tools: "Mapping[str, Tool]", screens: "_Screens", function: Mapping[str, Any]
     ) -> str | list[dict[str, Any]]:
         from mcp import MCPError
 
@@ -130,7 +138,7 @@ class McpAgent:
         text = result_text(result)[: self._section.max_output_chars]
         if result.is_error:
             return f"error: {text}"
-        shown = result_images(result) if self._section.images else []
+        shown = screens.take(result)
         return [{"type": "text", "text": text}, *map(to_image_url, shown)] if shown else text
 
     def _is_offered(self, name: str, listed: "Mapping[str, Tool]") -> bool:
@@ -229,16 +237,24 @@ def result_text(result: "CallToolResult") -> str:
     return "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in parts)
 
 
-def result_images(result: "CallToolResult") -> list[ImagePart]:
-    """Return a result's images that can be shown, at most as many as a row may have by default."""
-    reader, parts = ImageReader(ImagesConfig()), [part for part in result.content if part.type == "image"]
-    found = []
-    for part in parts[: reader.limits.max_count]:
-        try:
-            found.append(reader.read(f"data:{part.mime_type};base64,{part.data}", "the result's image"))
-        except DataError as error:
-            logger.info("an MCP server's image is not shown: %s", error)
-    return found
+class _Screens:
+    """Takes the images of a rollout's results, as many as it may show."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._reader = ImageReader(ImagesConfig())
+
+    def take(self, result: "CallToolResult") -> list[ImagePart]:
+        """Return a result's images that can be shown, at most as many as a row may have by default."""
+        parts = [part for part in result.content if part.type == "image"]
+        found = []
+        for part in parts[: min(self._room, self._reader.limits.max_count)]:
+            try:
+                found.append(self._reader.read(f"data:{part.mime_type};base64,{part.data}", "the result's image"))
+            except DataError as error:
+                logger.info("an MCP server's image is not shown: %s", error)
+        self._room -= len(found)
+        return found
 
 
 MCP = Entry(McpConfig, make=McpAgent, check=check_mcp)

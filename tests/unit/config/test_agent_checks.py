@@ -23,6 +23,11 @@ BOTH = "++env.asker={type: agent, function: 'mine:ask', command: [program]}"
         ([FUNCTION + ", side_calls: [{model: '('}]}"], "env.asker.side_calls.0.model", "not a regular expression"),
         ([FUNCTION + ", env_state_fields: [a]}"], "env.asker.env_state_fields", "only with command"),
         (["++env.m={type: mcp, command: [a], tools: [t], reward_tool: t}"], "env.m.tools", "offers env.m.reward_tool"),
+        (
+            ["++env.m={type: mcp, command: [a], images: true}", "++gateway.images.max_count=3"],
+            "env.m.max_images",
+            "gateway.images.max_count is 3",
+        ),
         ([FUNCTION + ", reward_min: 2, reward_max: 2}"], "env.asker.reward_min", "below env.asker.reward_max = 2"),
         ([FUNCTION + ", batching: {enabled: true}}"], "env.asker.batching.enabled", "allowed: false"),
         ([FUNCTION + ", remote: {enabled: true}}"], "env.asker.remote.enabled", "in_tasks"),

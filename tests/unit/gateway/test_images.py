@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from aiohttp import ClientSession
 from PIL import Image
 
 from nemo_rl.config.images import GatewayImagesConfig
+from nemo_rl.data import vision
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.vision import ImageEncoder
 from nemo_rl.environments.ecosystem.mcp import McpAgent, McpConfig
@@ -188,16 +190,23 @@ async def play(agent: ChatAgent, post: Post) -> None:
         agent.show(call_id, screen)
 
 
-def serving(images: ImageEncoder | None, use: Any, *, encoder: ChatEncoder | None = None) -> Any:
+def serving(
+    images: ImageEncoder | None,
+    use: Any,
+    *,
+    encoder: ChatEncoder | None = None,
+    limits: GatewayImagesConfig = LIMITS,
+    max_model_len: int = 2048,
+) -> Any:
     """Return what `use(server, engine, post)` does with a server; `post` calls it in a session that `use` opens."""
     encoder = encoder or ChatEncoder(images._processor.tokenizer, images=images)  # type: ignore[union-attr]
 
     async def main() -> Any:
         engine = ActingEngine(encoder)
         sampling = SamplingParams(256, stop_token_ids=encoder.stop_token_ids)
-        rules = CompletionRules("m", 2048, sampling, seed=7, max_concurrent_calls=8, timeout_s=DEADLINE_S)
+        rules = CompletionRules("m", max_model_len, sampling, seed=7, max_concurrent_calls=8, timeout_s=DEADLINE_S)
         codec = Codec(encoder, tool_parser_name="hermes")
-        server = await GatewayServer.start(engine, codec, rules, ServerSettings(images=LIMITS))
+        server = await GatewayServer.start(engine, codec, rules, ServerSettings(images=limits))
         try:
             async with ClientSession() as http:
                 return await asyncio.wait_for(use(server, engine, http), DEADLINE_S)
@@ -259,14 +268,17 @@ def test_screenshots_of_an_mcp_server_are_seen(images: ImageEncoder) -> None:
     pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
     async def use(server: GatewayServer, engine: ActingEngine, http: ClientSession) -> None:
-        section = McpConfig(command=[sys.executable, "-m", "tests.fakes.mcp_server"], images=True)
+        section = McpConfig(command=[sys.executable, "-m", "tests.fakes.mcp_server"], images=True, max_turns=3)
         prompt = Prompt("p", "screens", (Message("user", (SCREENS[0], TextPart(TASK))),))
-        session_id = server.open_session(seed=5)
-        result = await McpAgent("screens", section).run(prompt, server.session_url(session_id), session_id)
-        assert result.answer == DONE
-        (chain,) = server.close_session(session_id).chains()
-        assert len(placed_images(chain.message_log)) == 3  # what is no picture is left out
-        assert chain.message_log[2].message.content == f"{RESULT}\n[image]\n[image]"
+        for max_images, shown, answer in ((16, 3, DONE), (1, 2, "")):
+            own = section.model_copy(update={"max_images": max_images})
+            session_id = server.open_session(seed=5)
+            result = await McpAgent("screens", own).run(prompt, server.session_url(session_id), session_id)
+            assert result.answer == answer
+            (chain,) = server.close_session(session_id).chains()
+            assert len(placed_images(chain.message_log)) == shown  # what is no picture is left out
+            results = [each.message for each in chain.message_log if each.message.role == "tool"]
+            assert {each.content for each in results} == {f"{RESULT}\n[image]\n[image]"}
 
     serving(images, use)
 
@@ -346,12 +358,90 @@ def test_pictures_are_counted_and_refused_in_other_roles_and_to_policies_that_re
     assert "not supported" in text_only
 
 
-def test_kept_images_are_bounded_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+TOTAL_LIMITS: list[tuple[dict[str, int], str]] = [
+    ({"max_total_bytes": 2 * len(SCREENS[0].file) - 1}, "bytes of images up to here; gateway.images.max_total_bytes"),
+    (
+        {"max_total_pixels": 2 * 56 * 56 - 1},
+        "6272 pixels of images up to here; gateway.images.max_total_pixels is 6271",
+    ),
+]
+
+
+@pytest.mark.parametrize(("limits", "said"), TOTAL_LIMITS)
+def test_a_request_has_a_budget_of_bytes_and_pixels(limits: dict[str, int], said: str, images: ImageEncoder) -> None:
+    """Repeated and known images count again: their place in the request is what costs."""
+
+    async def use(server: GatewayServer, engine: ActingEngine, http: ClientSession) -> None:
+        post = poster(server, http, server.open_session(seed=5))
+        assert (await post(ChatAgent.path, ChatAgent(SCREENS[0]).body()))[0] == 200
+        twice = ChatAgent(SCREENS[0])
+        twice.turns[0]["content"].append(twice.image(SCREENS[0]))
+        status, reply = await post(twice.path, twice.body())
+        assert status == 400
+        assert said in reply["error"]["message"]
+        assert reply["error"]["param"] == "messages.0.content.2.image_url.url"
+
+    serving(images, use, limits=GatewayImagesConfig.model_validate(limits))
+
+
+def test_images_beyond_the_context_are_not_encoded(images: ImageEncoder) -> None:
+    async def use(server: GatewayServer, engine: ActingEngine, http: ClientSession) -> None:
+        agent, before = ChatAgent(SCREENS[0]), images.num_encoded
+        agent.turns[0]["content"] += [agent.image(picture(seed)) for seed in (11, 12)]
+        status, reply = await poster(server, http, server.open_session(seed=5))(agent.path, agent.body())
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+        assert images.num_encoded - before == 1
+
+    tokens = images.encode(SCREENS[0]).features.num_tokens
+    serving(images, use, max_model_len=tokens + 1)
+
+
+def test_other_sessions_are_answered_while_a_request_is_read(
+    images: ImageEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the slow request ends once the other session's calls, with text and with a picture, are answered."""
+    is_reading, may_end, slow = threading.Event(), threading.Event(), picture(21)
+    decode = vision.decode
+
+    def decode_slowly(file: bytes, *arguments: Any) -> Image.Image:
+        if file == slow.file:
+            is_reading.set()
+            assert may_end.wait(DEADLINE_S)
+        return decode(file, *arguments)
+
+    async def use(server: GatewayServer, engine: ActingEngine, http: ClientSession) -> None:
+        first, second = (poster(server, http, server.open_session(seed=seed)) for seed in (1, 2))
+        reading = asyncio.ensure_future(first(ChatAgent.path, ChatAgent(slow).body()))
+        await asyncio.to_thread(is_reading.wait, DEADLINE_S)
+        text = ChatAgent(SCREENS[0])
+        text.turns = [text.user([text.text(TASK)])]
+        for agent in (text, ChatAgent(SCREENS[0])):
+            assert (await second(agent.path, agent.body()))[0] == 200
+        assert not reading.done()
+        may_end.set()
+        assert (await reading)[0] == 200
+
+    images.encode(SCREENS[0])
+    monkeypatch.setattr(vision, "decode", decode_slowly)
+    serving(images, use)
+
+
+def test_kept_images_are_bounded_and_checked_once(images: ImageEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = picture(1), picture(2)
-    store = gateway_images.ImageStore(LIMITS)
-    first = gateway_images.RequestImages(store).read(url_of(one), "here")
-    assert gateway_images.RequestImages(store).read(url_of(one), "here") is first
-    monkeypatch.setattr(gateway_images, "KEPT_BYTES", len(two.file) + 10)
-    gateway_images.RequestImages(store).read(url_of(two), "here")
+    store = gateway_images.ImageStore(LIMITS, images)
+
+    async def read(image: ImagePart) -> ImagePart:
+        request = gateway_images.RequestImages(store)
+        found = request.read(url_of(image), "here")
+        assert await request.check(2048) == images.encode(image).features.num_tokens
+        return found
+
+    async def main() -> None:
+        assert await read(one) is await read(one)
+        monkeypatch.setattr(gateway_images, "KEPT_BYTES", len(two.file) + 10)
+        await read(two)
+
+    asyncio.run(main())
+    store.close()
     assert list(store._known) == [two.digest]
     assert store._kept_bytes == len(two.file)

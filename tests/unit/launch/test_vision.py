@@ -8,8 +8,10 @@ from transformers import Idefics3Config, LlamaConfig
 
 from nemo_rl.config.loading import load_config
 from nemo_rl.config.policy import PolicyConfig
+from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.errors import ConfigError
-from nemo_rl.launch.resolved_model import check_vision
+from nemo_rl.launch.resolved_model import check_images_are_seen, check_vision
+from tests.fakes.vision import TEMPLATE, make_tokenizer
 
 VISION = Path(__file__).parents[3] / "examples" / "configs" / "vision.yaml"
 ASYNC = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
@@ -36,6 +38,13 @@ def test_what_models_that_see_exclude_is_refused(section: dict[str, Any], key: s
 def test_a_model_that_reads_text_has_no_tower_to_freeze() -> None:
     with pytest.raises(ConfigError, match=r"policy\.freeze_vision = True: models of type 'llama'"):
         check_vision(PolicyConfig(model_name="m", freeze_vision=True), LlamaConfig())
+
+
+def test_an_environment_that_shows_images_needs_a_policy_that_sees() -> None:
+    config = load_config(VISION, ["++env.m={type: mcp, command: [a], images: true}", "gateway.tool_parser=hermes"])
+    reads_text = ChatEncoder(make_tokenizer([], TEMPLATE))
+    with pytest.raises(ConfigError, match=r"env\.m\.images = True: policy\.model_name reads text; allowed: false"):
+        check_images_are_seen(config, reads_text)
 
 
 def test_images_may_be_sampled_beside_training() -> None:

@@ -18,7 +18,7 @@ from nemo_rl.viewer.site import Renderer
 from nemo_rl.viewer.viewer_sources import ViewerSource
 from tests.fakes.vision import picture, png
 
-PICTURE = r'<img class="picture" src="(data:image/webp;base64,[A-Za-z0-9+/=]+)" alt="([^"]*)"'
+PICTURE = r'<img class="picture" id="image-[0-9a-f]{12}" src="(data:image/webp;base64,[A-Za-z0-9+/=]+)" alt="([^"]*)"'
 SCREEN = ImageReader(ImagesConfig()).check(png(Image.new("RGB", (1600, 900), (1, 2, 3))), "screen")
 ASKED, OTHER = picture(1), picture(2)
 
@@ -53,9 +53,10 @@ def test_a_page_shows_the_pictures_of_its_rollout(tmp_path: Path) -> None:
     assert {path.stem for path in images.iterdir()} == {ASKED.digest, SCREEN.digest, OTHER.digest}
     with Image.open(images / f"{SCREEN.digest}.webp") as small:
         assert small.size == (512, 288)
-    found = re.findall(PICTURE, shown(tmp_path))
-    assert [name for _, name in found] == [f"image {each.digest[:12]}" for each in (ASKED, SCREEN, ASKED)]
-    assert found[0] == found[2]
+    page = shown(tmp_path)
+    found = re.findall(PICTURE, page)
+    assert [name for _, name in found] == [f"image {each.digest[:12]}" for each in (ASKED, SCREEN)]
+    assert re.findall('href="#image-([0-9a-f]{12})"', page) == [ASKED.digest[:12]]  # its second turn
     assert "base64" not in (tmp_path / "rollouts" / "train.jsonl").read_text()
 
 
