@@ -248,22 +248,28 @@ def apply_release_defaults(config: dict[str, Any], release: str, report: Report)
 def render_tables() -> str:
     """Return the part of docs/from_nemo_rl.md that the tables give: refused keys, accepted switches, metrics."""
     titles = {
-        "refuse": "## Refused\n\n| key | accepted values | why others are refused, and the nearest way |",
-        "note": "## Accepted with a note\n\n| key | without a note | why it has no effect |",
+        "refuse": "## Refused\n\n| key (values accepted beside null) | why others are refused; nearest way |",
+        "note": "## Accepted with a note\n\n| key, and its values without a note | why it has no effect |",
     }
     parts = []
     for action, title in titles.items():
-        rows = [rule for rule in load_rules() if rule.action == action and not rule.key.startswith(MODELS[1:])]
-        lines = [
-            f"| `{rule.key}` | {', '.join(f'`{_format_value(value)}`' for value in rule.inert or ())} "
-            f"| {rule.cause.text if rule.cause else ''} |"
-            for rule in rows
-        ]
-        parts.append("\n".join([title, "|---|---|---|", *lines]))
+        lines = [f"| {', '.join(settings)} | {cause} |" for cause, settings in _settings_by_cause(action).items()]
+        parts.append("\n".join([title, "|---|---|", *lines]))
     named = load_table("releases")["metric_names"]
     lines = [f"| `{theirs}` | {ours} |" for theirs, ours in named.items()]
     parts.append("\n".join(["## Metrics with another name\n\n| NeMo-RL | here |", "|---|---|", *lines]))
     return "\n\n".join(parts) + "\n"
+
+
+def _settings_by_cause(action: Action) -> dict[str, list[str]]:
+    """Return the keys of one action with the values that ask for nothing, by their cause."""
+    settings: dict[str, list[str]] = {}
+    for rule in load_rules():
+        if rule.action == action and rule.cause and not rule.key.startswith(MODELS[1:]):
+            inert = [value for value in rule.inert or () if value is not None]
+            values = f" ({', '.join(f'`{_format_value(value)}`' for value in inert)})" if inert else ""
+            settings.setdefault(rule.cause.text, []).append(f"`{rule.key}`{values}")
+    return settings
 
 
 def _expand(prefix: str) -> tuple[str, ...]:
