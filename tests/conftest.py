@@ -5,6 +5,7 @@ shared ranks stay together, and so do those that use the shared engines, or the 
 they take longest.
 """
 
+import gc
 import os
 import re
 from functools import cache
@@ -95,3 +96,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("heavy")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in FIRST])
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what imports and the collection made from garbage collection, as a run does; saves a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)

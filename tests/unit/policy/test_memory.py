@@ -11,6 +11,7 @@ from nemo_rl.policy.memory import ModelShape, RankMemory, UnknownShapeError
 from nemo_rl.policy.ranks import RankLayout
 from tests.fakes.model_configs import MODEL_CONFIGS
 from tests.support.memory_trace import TraceCase, TracedPeaks, extrapolate, trace_peaks
+from tests.support.quick import quick
 
 SMALL, MEDIUM, LARGE = (
     ModelShape.from_config(name, MODEL_CONFIGS[name])
@@ -246,7 +247,7 @@ def test_a_recomputed_32b_model_trains_on_eight_devices_of_80_gb(traced: list[Tr
     assert whole.training < 80e9
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("ranks", quick([1, 8], [8]))
 def test_a_model_that_keeps_gathered_weights_reaches_the_peak_of_the_formulas(ranks: int) -> None:
     (peaks,) = trace_peaks([case("Qwen/Qwen2.5-1.5B", ranks=ranks, tokens=2048, keep_unsharded=True).with_layers(8)])
     found = (peaks.resident, peaks.scoring, peaks.training)

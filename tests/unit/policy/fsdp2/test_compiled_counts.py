@@ -20,6 +20,7 @@ from tests.unit.policy.test_logprobs import QWEN_1_5B
 LENGTH, COUNTED_LENGTH = 128, 8192  # bytes of all but matrix products are proportional to the tokens
 
 
+@pytest.mark.slow  # compiles for a minute
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's tracing
 def test_compiled_layer_is_few_kernels_that_move_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward of a layer of Qwen2.5-1.5B's widths on a pack of 8,192 tokens; 110 and 6.7 GB uncompiled."""
