@@ -202,6 +202,14 @@ class WeightSource(Protocol):
 class Policy(Protocol):
     """The trained model and its frozen reference. Calls never overlap."""
 
+    async def select(self, name: str) -> None:
+        """Make scoring and training those of one of several policies, named adapters on one base (`policies`).
+
+        Each has an optimizer and a schedule of its own. Published weights, checkpoints and the reference are those of
+        all of them, whichever is selected.
+        """
+        ...
+
     async def logprobs(self, batch: TrainingBatch) -> "torch.Tensor":
         """Return log-probs of `batch["token_ids"]` under log_softmax(logits / temperature): [B, T] float32.
 

@@ -111,6 +111,18 @@ REWARDS = MetricGroup(
         "train/env/<environment>/reward/<name>": "with several environments: the named rewards of each",
     },
 )
+SEVERAL_POLICIES = MetricGroup(
+    "Several policies (`policies`)",
+    frozenset({"grpo"}),
+    {
+        "train/policies/<policy>/reward_mean": "mean reward of a policy over the rollouts in which it spoke",
+        "train/policies/<policy>/<metric>": "metrics of the batch and of the training of each policy; without its name "
+        "they are those of the first policy, and counts the sums over all policies",
+        "train/policies/<policy>/advantages/<metric>": "advantages of each policy",
+        "train/policies/<policy>/skipped_steps/<cause>": "skipped optimizer steps of each policy by cause",
+        "train/policies/<policy>/reward/<name>": "mean of one named reward of each policy, if there are several",
+    },
+)
 POLICY_GRADIENT = MetricGroup(
     "Policy gradient",
     ROLLOUT_ALGORITHMS,
@@ -344,6 +356,7 @@ METRIC_GROUPS = (
     EXPERTS,
     SAMPLES,
     REWARDS,
+    SEVERAL_POLICIES,
     POLICY_GRADIENT,
     ENGINE_MISMATCH,
     DISTILLATION,

@@ -193,6 +193,7 @@ class TokenizedMessage:
     weight_spans: tuple[WeightSpan, ...] = ()  # parts of a completion that an update divided; else empty
     columns: TokenColumns = NO_COLUMNS  # one row per token, as far as engines gave any
     images: tuple[PlacedImage, ...] = ()  # in the order of their tokens
+    policy: str = ""  # name in `policies` of the policy that sampled it; empty in a run of one policy
 
     def __post_init__(self) -> None:
         logprobs = self.generation_logprobs
@@ -308,6 +309,7 @@ class GenerationRequest:
     timeout_s: float = 600.0  # its deadline, from when it is sent (generation/requests.py enforces it)
     # sample under this version if the engine still holds it; None: the newest; BASE_VERSION: without an adapter
     weight_version: int | None = None
+    policy: str = ""  # name in `policies` of the policy that samples; empty in a run of one policy
     # called with sampled tokens as they come, and the index of the first; engines that cannot never call it
     on_tokens: Callable[[int, Sequence[int]], None] | None = field(default=None, compare=False, repr=False)
 
@@ -391,6 +393,9 @@ class EnvStep:
     state: Mapping[str, Any] = field(default_factory=dict)  # handed back at the next turn
     stop_strings: tuple[str, ...] | None = None  # stop strings of the next turn; None: the run's
     answer: str | None = None  # the parsed answer, for majority votes and tables
+    policy: str | None = None  # the policy that gives the next response; None: the one that gave the last
+    # rewards of this turn for single policies, by policy and name; `rewards` are those of all
+    policy_rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     # what the response did to its verifier or tool, e.g. "verifier_timeout"; the rewards stand and the rollout counts
     response_fault: str | None = None
 
@@ -433,6 +438,9 @@ class Trajectory:
     loss_weight: float = 1.0  # 0: in metrics and in the baseline, but without a gradient
     chain_rewards: tuple[Mapping[str, float], ...] = ()  # given to single chains, one entry each; empty: to none
     response_faults: tuple[str, ...] = ()  # distinct response faults of its turns, in order of appearance
+    # rewards of each policy that gave a response, by policy and name; `rewards` are those of the policy that speaks
+    # first. Empty if it failed, and in a run of one policy.
+    policy_rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.failure is not None) != (self.stop_reason is StopReason.FAILED):

@@ -66,6 +66,20 @@ class WeightStream:
     timeout_s: float
 
 
+def with_policy_index(name: str, index: int) -> str:
+    """Return the name of an adapter's tensor among those of all policies of a run, by the index of its policy.
+
+    Example: `with_policy_index("base_model.model.q.lora_A.weight", 1)` is "1:base_model.model.q.lora_A.weight".
+    """
+    return f"{index}:{name}"
+
+
+def split_policy_index(name: str) -> tuple[int, str]:
+    """Invert `with_policy_index`; a name without an index is that of a run's only policy, of index 0."""
+    index, separator, own = name.partition(":")
+    return (int(index), own) if separator else (0, name)
+
+
 def bytes_of(weights: "Weights") -> int | None:
     """Return the bytes of weights that are staged; None if unknown: they go from device to device, or are quantized."""
     if isinstance(weights, LocalWeights):

@@ -1,6 +1,6 @@
 """The loop of every algorithm that trains on rollouts.
 
-Synchronous, asynchronous and filtered training differ only in `run.source`, algorithms only in `run.algorithm`.
+Synchronous, asynchronous and filtered training differ only in `run.source`, algorithms only in `run.algorithms`.
 Checkpoints, validation and rollout details are observers of a step.
 """
 
@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 
 from nemo_rl.algorithms.checkpoint_writer import CheckpointWriter, Position, restore
 from nemo_rl.algorithms.interrupt import Interrupted
+from nemo_rl.algorithms.policy_steps import make_batches, merge_policy_metrics, train_policies
 from nemo_rl.algorithms.step_histograms import HistogramObserver
 from nemo_rl.algorithms.step_observers import CheckpointObserver, DetailsObserver, StepObserver, TruncationObserver
 from nemo_rl.algorithms.training_progress import TrainingProgress, checkpoint_metrics
@@ -87,11 +88,12 @@ async def train_one_step(run: TrainingRun, training: TrainingProgress, observers
             return
         for each in observers:
             await each.after_collection(timer)
-        made = await run.algorithm.make_batch(collected, timer)
+        batches = await make_batches(run, collected, timer)
+        made = next(iter(batches.values()))  # observers see the batch of the first policy
         for each in observers:
             await each.before_training(made, timer)
         with timer("policy_training"):
-            metrics = made.metrics | await run.policy.train_step(made.batch, run.algorithm.loss_fn)
+            metrics = merge_policy_metrics(await train_policies(run, batches), collected.metrics)
         training.position, training.metrics = Position(step, run.source.state_dict()), metrics
         for each in observers:
             await each.after_training(made, timer)

@@ -1,5 +1,6 @@
 """The parts of one run on rollouts. launch/training.py makes a `TrainingRun`, loop.py trains it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +25,9 @@ class TrainingRun:
     config: TrainingRunConfig
     run_dir: Path
     num_steps: int  # upper bound: max_num_steps, or fewer if the data ends first
-    algorithm: Algorithm
+    algorithms: Mapping[
+        str, Algorithm
+    ]  # of each policy that is trained, by name; "" is the name of a run's only policy
     source: GroupSource
     generation: Generation
     policy: Policy

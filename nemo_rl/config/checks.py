@@ -13,6 +13,7 @@ from nemo_rl.config.images import ImagesConfig, check_images
 from nemo_rl.config.layout_planner import make_layout, make_policy_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import AUTO, PolicyConfig, SchedulerStageConfig, TeacherConfig, check_backend
+from nemo_rl.config.policy_checks import check_speakers
 from nemo_rl.config.registries import ENGINES, PROCESSORS
 from nemo_rl.config.supervised_runs import (
     DPORunConfig,
@@ -34,12 +35,16 @@ def check_async(config: TrainingRunConfig) -> None:
 
     Distillation needs no correction: its loss compares distributions at whatever tokens were sampled.
     """
-    if config.algorithm.background.enabled and not config.loss_fn.tolerates_stale_samples:
-        raise ConfigError(
-            "loss_fn.use_importance_sampling_correction",
-            False,
-            "grpo.async_grpo trains on samples of older weights: must be true (see truncated_importance_sampling_type)",
-        )
+    losses = config.losses if isinstance(config, GRPORunConfig) else {"": config.loss_fn}
+    for name, loss in losses.items():
+        if config.algorithm.background.enabled and not loss.tolerates_stale_samples:
+            own = isinstance(config, GRPORunConfig) and name and config.policies[name].loss_fn is not None
+            raise ConfigError(
+                f"{f'policies.{name}.' if own else ''}loss_fn.use_importance_sampling_correction",
+                False,
+                "grpo.async_grpo trains on samples of older weights: must be true "
+                "(see truncated_importance_sampling_type)",
+            )
 
 
 PACKING, DYNAMIC = "sequence_packing", "dynamic_batching"
@@ -468,6 +473,7 @@ _ROLLOUT_CHECKS: tuple[Callable[[RolloutRunConfig], None], ...] = (
     check_scorers,
     check_data,
     _check_env_names,
+    check_speakers,
 )
 _TRAINING_CHECKS: tuple[Callable[[TrainingRunConfig], None], ...] = (
     _check_engine,

@@ -20,6 +20,7 @@ from nemo_rl.config.environment import (
 from nemo_rl.config.kinds import Kind, Section
 from nemo_rl.config.loss import PolicyGradientLossConfig
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
+from nemo_rl.config.policy_checks import check_losses, check_policies
 from nemo_rl.config.registries import ADVANTAGE_ESTIMATORS, ENVIRONMENTS, LOSSES, SCORERS
 from nemo_rl.errors import ConfigError, raise_config_errors, suggest_name
 
@@ -32,6 +33,7 @@ def check_grpo(config: GRPORunConfig) -> None:
         _check_loss,
         _check_estimator,
         _check_penalties,
+        check_policies,
     )
     found = []
     for check in checks:
@@ -140,6 +142,7 @@ def _check_entry(kind: Kind, key: str, section: Section, config: Any) -> None:
 
 def _check_loss(config: GRPORunConfig) -> None:
     _check_entry(LOSSES, "loss_fn", config.loss_fn, config)
+    check_losses(config, lambda key, section: _check_entry(LOSSES, key, section, config))
 
 
 def _check_estimator(config: GRPORunConfig) -> None:

@@ -11,6 +11,7 @@ from nemo_rl.config.data import BaseDataConfig, DataConfig
 from nemo_rl.config.environment import EnvironmentConfig, RewardModelPlacementConfig, RolloutRunnerConfig, ScorerConfig
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.loss import LossConfig
+from nemo_rl.config.policies import NamedPolicyConfig
 from nemo_rl.config.policy import RolloutPolicyConfig, SampledModelConfig, TeacherConfig
 from nemo_rl.config.value_types import Seed, TokenId
 
@@ -211,6 +212,11 @@ class RolloutRunConfig(Section):
         return {name: section for name, section in self.env.items() if isinstance(section, RolloutRunnerConfig)}
 
     @property
+    def speakers(self) -> dict[str, tuple[str, ...]]:
+        """Return the policies that speak in the rollouts of each task; empty in a run of one policy."""
+        return {}
+
+    @property
     def generation_timeout_s(self) -> float:
         """Return the deadline of one generation request."""
         return self.policy.generation.timeout_s
@@ -270,6 +276,11 @@ class TrainingRunConfig(RolloutRunConfig):
         return False
 
     @property
+    def policy_names(self) -> tuple[str, ...]:
+        """Return the names of several policies; one empty name in a run of one policy."""
+        return ("",)
+
+    @property
     def teacher_sections(self) -> dict[str, TeacherConfig]:
         """Return every teacher by the key of its section."""
         default = {} if self.teacher is None else {TEACHER: self.teacher}
@@ -289,6 +300,8 @@ class GRPORunConfig(TrainingRunConfig):
 
     grpo: GRPOConfig
     loss_fn: Annotated[SerializeAsAny[LossConfig], registries.LOSSES] = Field(default_factory=registries.LOSSES.new)
+    # several policies by name: LoRA adapters on one base, each trained on its own rollouts; empty: a single policy
+    policies: dict[str, NamedPolicyConfig] = Field(default_factory=dict)
     reward_penalties: RewardPenaltiesConfig = RewardPenaltiesConfig.with_defaults()
 
     @property
@@ -297,7 +310,24 @@ class GRPORunConfig(TrainingRunConfig):
 
     @property
     def needs_reference(self) -> bool:
-        return self.loss_fn.needs_reference or self.grpo.adv_estimator.needs_reference
+        losses = self.losses.values()
+        return any(loss.needs_reference for loss in losses) or self.grpo.adv_estimator.needs_reference
+
+    @property
+    def losses(self) -> dict[str, LossConfig]:
+        """Return the loss of each policy that is trained, by name; "" is that of a run of one policy."""
+        if not self.policies:
+            return {"": self.loss_fn}
+        return {name: one.loss_fn or self.loss_fn for name, one in self.policies.items() if one.trainable}
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        return tuple(self.policies) or ("",)
+
+    @property
+    def speakers(self) -> dict[str, tuple[str, ...]]:
+        default = tuple(self.policies)[:1]
+        return {name: tuple(env.policies) or default for name, env in self.env.items()} if self.policies else {}
 
     @property
     def min_group_size(self) -> int:

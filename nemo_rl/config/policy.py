@@ -108,6 +108,7 @@ class BackendConfig(Section):
     NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
     REPLAYS_ROUTES: ClassVar[bool] = False  # routers of experts can replay routes (`policy.router_replay`)
     SEES: ClassVar[bool] = False  # trains models that read images
+    HOLDS_POLICIES: ClassVar[bool] = False  # trains several adapters on one base (`policies`)
     SHARES_PREFIXES: ClassVar[bool] = False  # samples of a pack may share prefixes (`sequence_packing.share_prefixes`)
     GATHERS_ON_ALL_RANKS: ClassVar[bool] = False  # every rank can be given all weights (`Policy.run_on_all_ranks`)
     SPLITS_STATE: ClassVar[bool] = False  # data-parallel ranks together hold one copy of weights and gradients

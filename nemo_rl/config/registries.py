@@ -79,6 +79,7 @@ ENVIRONMENTS = Kind(
         "math": "nemo_rl.environments.math_answers:MATH",
         "reasoning_gym": "nemo_rl.environments.reasoning_gym:REASONING_GYM",
         "sliding_puzzle": "nemo_rl.environments.sliding_puzzle:SLIDING_PUZZLE",
+        "spelling_duel": "nemo_rl.environments.spelling_duel:SPELLING_DUEL",
         "tools": "nemo_rl.environments.tools:TOOLS",
         "agent": "nemo_rl.experience.agents:AGENT",
         "nemo_gym": "nemo_rl.environments.nemo_gym.entry:NEMO_GYM",

@@ -142,9 +142,16 @@ def validate_result(result: object) -> StepResult:
         return _contract_failure(f"the observation of an EnvStep holds {count} images, more than {MAX_IMAGES}")
     if problem := find_fault_problem(result.response_fault):
         return _contract_failure(problem)
-    if problem := find_reward_problem(result.rewards):
+    if not _are_policy_rewards(result.policy_rewards):
+        return _contract_failure("policy_rewards of an EnvStep must be mappings of rewards, by policy")
+    all_rewards = (result.rewards, *result.policy_rewards.values())
+    if problem := next(filter(None, map(find_reward_problem, all_rewards)), None):
         return Failure(FailureClass.REWARD, problem)
     return result
+
+
+def _are_policy_rewards(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(rewards, Mapping) for rewards in value.values())
 
 
 def find_fault_problem(fault: object) -> str | None:

@@ -24,6 +24,8 @@ def step_to_record(result: EnvStep | Failure) -> dict[str, Any]:
         "stop_strings": result.stop_strings,
         "answer": result.answer,
         "response_fault": result.response_fault,
+        "policy": result.policy,
+        "policy_rewards": {policy: dict(rewards) for policy, rewards in result.policy_rewards.items()},
     }
 
 
@@ -45,4 +47,6 @@ def parse_step(record: Mapping[str, Any]) -> EnvStep | Failure:
         stop_strings=None if stop_strings is None else tuple(map(str, stop_strings)),
         answer=record["answer"],
         response_fault=record["response_fault"],
+        policy=record["policy"],
+        policy_rewards=record["policy_rewards"],
     )

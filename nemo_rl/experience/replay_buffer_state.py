@@ -142,6 +142,7 @@ def _trajectory_to_dict(trajectory: Trajectory, token_store: _TokenStore) -> dic
         "chains": [[_message_to_dict(message, token_store) for message in log] for log in trajectory.chains],
         "chain_rewards": [dict(rewards) for rewards in trajectory.chain_rewards],
         "response_faults": list(trajectory.response_faults),
+        "policy_rewards": {policy: dict(own) for policy, own in trajectory.policy_rewards.items()},
     }
 
 
@@ -152,6 +153,7 @@ def _message_to_dict(tokenized: TokenizedMessage, token_store: _TokenStore) -> d
         **to_record(tokenized.message),
         "num_tokens": len(tokenized.token_ids),
         "is_generated": tokenized.is_generated,
+        **({"policy": tokenized.policy} if tokenized.policy else {}),
         "weight_spans": [[span.version, span.start, span.end] for span in tokenized.weight_spans],
         "columns": {name: [array.dtype.name, list(array.shape)] for name, array in tokenized.columns.items()},
         **({"images": [[one.features.digest, list(one.positions)] for one in images]} if images else {}),
@@ -185,6 +187,7 @@ def _trajectory_from_dict(plain: Mapping[str, Any], loaded: LoadedPrompt, token_
         loss_weight=plain["loss_weight"],
         chain_rewards=tuple(plain.get("chain_rewards", ())),  # absent from buffers of earlier releases
         response_faults=tuple(plain.get("response_faults", ())),  # likewise
+        policy_rewards=plain.get("policy_rewards", {}),  # likewise
     )
 
 
@@ -201,4 +204,5 @@ def _message_from_dict(plain: Mapping[str, Any], token_store: _TokenStore) -> To
         tuple(WeightSpan(*span) for span in plain["weight_spans"]),
         token_store.read_columns(plain.get("columns", {})),
         tuple(PlacedImage(token_store.images[digest], tuple(at)) for digest, at in plain.get("images", ())),
+        plain.get("policy", ""),
     )

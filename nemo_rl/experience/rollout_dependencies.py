@@ -39,6 +39,8 @@ class RolloutDependencies:
     scoring: Scoring = field(default_factory=Scoring)  # scores whole rollouts after they end
     # `env.<task>.truncated_reward` of the tasks whose environments give rewards
     truncated_rewards: Mapping[str, float | None] = field(default_factory=dict)
+    # the policies that speak in the rollouts of a task, in a run of several; that of the first response first
+    speakers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     failure_log: FailureLog = field(default_factory=FailureLog)
     supervision: Supervision = field(init=False)  # each copy made by `replace` has its own
 

@@ -13,14 +13,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     Rates and `response_faults/<fault>` are shares of all rollouts, and `failures/<class>` are counts. Turns, tokens and
     rewards are those of the rollouts that did not fail. `env/<name>/...` are those of one environment, or of one of
     NeMo Gym's agents: a few always, and with several environments all of them; `reward/<name>` if rewards have several
-    names.
+    names; `policies/<policy>/reward_mean` in a run of several policies.
     """
     if not trajectories:
         return {}
     by_environment: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_environment.setdefault(trajectory.prompt.env, []).append(trajectory)
-    metrics = _compute_metrics(trajectories) | baseline_metrics(trajectories)
+    metrics = _compute_metrics(trajectories) | baseline_metrics(trajectories) | policy_reward_metrics(trajectories)
     for environment, environment_trajectories in sorted(by_environment.items()):
         several = _compute_metrics(environment_trajectories) if len(by_environment) > 1 else {}
         metrics |= {
@@ -49,6 +49,18 @@ def baseline_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "baseline_reward/pct_1": ones,
         "baseline_reward/pct_mixed": 100 - zeros - ones,
     }
+
+
+def policy_reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return `policies/<policy>/reward_mean`, the mean reward of each policy over the rollouts in which it spoke.
+
+    Empty in a run of one policy.
+    """
+    rewards: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for policy, own in trajectory.policy_rewards.items():
+            rewards.setdefault(policy, []).append(sum(own.values()))
+    return {f"policies/{policy}/reward_mean": statistics.fmean(values) for policy, values in sorted(rewards.items())}
 
 
 def response_fault_rates(trajectories: Sequence[Trajectory]) -> dict[str, float]:

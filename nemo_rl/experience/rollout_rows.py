@@ -29,7 +29,8 @@ def rollout_row(
     when failed), rewards by name, answer, env_state (the environment's data of the prompt, e.g. the expected answer;
     bounded), failure, num_turns, num_tokens, num_generated_tokens, weight_versions, timings and messages, of an agent
     that has rewritten its history also other_chains, a list of messages each, and chain_rewards if single calls were
-    rewarded: by name, of messages and other_chains in turn; response_faults if there are any. A message that was
+    rewarded: by name, of messages and other_chains in turn; response_faults if there are any. In a run of several
+    policies each sampled message names its policy, and policy_rewards has the rewards of each. A message that was
     sampled through an update of the weights holds weight_spans: [version, start, end] of its tokens. With
     `write_token_ids` each message also holds token_ids and, if sampled, generation_logprobs; with
     `write_token_columns` its columns (`encode_columns`), if it has any and MAX_COLUMN_BYTES allows.
@@ -58,7 +59,12 @@ def rollout_row(
         **({"other_chains": others} if others else {}),
         **({"chain_rewards": [dict(each) for each in trajectory.chain_rewards]} if trajectory.chain_rewards else {}),
         **({"response_faults": list(trajectory.response_faults)} if trajectory.response_faults else {}),
+        **({"policy_rewards": _plain_rewards(trajectory.policy_rewards)} if trajectory.policy_rewards else {}),
     }
+
+
+def _plain_rewards(rewards: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    return {policy: dict(own) for policy, own in rewards.items()}
 
 
 def _bound_state(state: Mapping[str, Any], depth: int = 1) -> dict[str, Any]:
@@ -121,6 +127,8 @@ def _log_to_list(log: MessageLog, write_token_ids: bool, write_token_columns: bo
 
 def _message_to_dict(tokenized: TokenizedMessage, write_token_ids: bool) -> dict[str, Any]:
     row = to_record(tokenized.message)
+    if tokenized.policy:
+        row["policy"] = tokenized.policy
     if tokenized.weight_spans:
         row["weight_spans"] = [[span.version, span.start, span.end] for span in tokenized.weight_spans]
     if write_token_ids:

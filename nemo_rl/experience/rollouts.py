@@ -135,6 +135,7 @@ class _SchedulerRun:
             options.seed,
             limits.generation_timeout_s,
             dependencies.truncated_rewards,
+            dependencies.speakers,
         )
         self._retries = RetryPolicy(limits.max_retries, limits.retry_backoff_s)
         self._scoring_tasks: list[asyncio.Task[Trajectory]] = []

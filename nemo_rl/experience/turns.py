@@ -71,6 +71,8 @@ class TurnRules:
     generation_timeout_s: float = 600.0  # deadline of a request
     # by task: the reward of a rollout that is cut off before any; None: it fails. Absent: scorers alone give rewards
     truncated_rewards: Mapping[str, float | None] = field(default_factory=dict)
+    # by task: the policies that speak in its rollouts, that of the first response first; empty: a run of one policy
+    speakers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class Episode:
     The observation of the last turn is kept as text without tokens, since nothing is generated from it.
     Cut off before any reward, at its turn limit or truncated, it has the `truncated_rewards` of the rules. A failure
     ends it at once, without any reward.
+
+    With several `speakers` the environment says which policy gives the next response, and what single policies earn.
     """
 
     def __init__(
@@ -138,7 +142,10 @@ class Episode:
         self._stop_strings = rules.sampling.stop_strings
         self._response_truncated = False
         self._num_turns = 0
-        self._rewards: dict[str, float] = {}
+        self._speakers = rules.speakers.get(job.prompt.task_name, ())
+        self._policy = self._speakers[0] if self._speakers else ""  # gives the next response
+        self._rewards: dict[str, float] = {}  # of all policies
+        self._policy_rewards: dict[str, dict[str, float]] = {}  # of single policies, beside `_rewards`
         self._answer: str | None = None
         self._response_faults: dict[str, None] = {}  # an ordered set
         self._columns = NO_COLUMNS  # the last request's that has any
@@ -163,7 +170,7 @@ class Episode:
         text = self._encoder.decode(result.token_ids) if result.text is None else replace_surrogates(result.text)
         message = Message("assistant", text)
         sampled = result.token_ids, result.logprobs, result.weight_spans, result.sampled_columns
-        self._message_log.append(TokenizedMessage(message, *sampled))
+        self._message_log.append(TokenizedMessage(message, *sampled, policy=self._policy))
         self._columns = result.columns or self._columns
         self._conversation.append(message)
         self._response = result.token_ids
@@ -181,8 +188,13 @@ class Episode:
         if isinstance(result, Failure):
             self._end(StopReason.FAILED, result)
             return
-        for name, value in result.rewards.items():
-            self._rewards[name] = self._rewards.get(name, 0.0) + float(value)
+        if problem := self._find_speaker_problem(result):
+            self.fail(FailureClass.ENVIRONMENT, problem)
+            return
+        _add_rewards(self._rewards, result.rewards)
+        for policy, rewards in result.policy_rewards.items():
+            _add_rewards(self._policy_rewards.setdefault(policy, {}), rewards)
+        self._policy = self._policy if result.policy is None else result.policy
         if result.answer is not None:
             self._answer = result.answer
         if result.response_fault is not None:
@@ -203,20 +215,41 @@ class Episode:
     def trajectory(self, *, total_s: float = 0.0) -> Trajectory:
         """Return the result, once `action` is None; `total_s` is how long the rollout took."""
         assert self._stop_reason is not None
+        policy_rewards = {} if self._failure else self._rewards_by_policy()
         return Trajectory(
             prompt=self.job.prompt,
             group_id=self.job.group_id,
             generation_index=self.job.generation_index,
             message_log=add_columns(self._message_log, self._columns),
             stop_reason=self._stop_reason,
-            rewards={} if self._failure else self._rewards,
+            rewards={} if self._failure else policy_rewards.get(self._first_policy, self._rewards),
             answer=self._answer,
             num_turns=self._num_turns,
             weight_versions=self._weight_versions or (0, 0),
             failure=self._failure,
             timings=Timings(self._generation_s, self._environment_s, total_s),
             response_faults=tuple(self._response_faults),
+            policy_rewards=policy_rewards,
         )
+
+    @property
+    def _first_policy(self) -> str:
+        return self._speakers[0] if self._speakers else ""
+
+    def _rewards_by_policy(self) -> dict[str, dict[str, float]]:
+        """Return the rewards of each policy that gave a response; {} in a run of one policy."""
+        spoke = dict.fromkeys(m.policy for m in self._message_log if m.is_generated and m.policy)
+        return {name: _sum_of(self._rewards, self._policy_rewards.get(name, {})) for name in spoke}
+
+    def _find_speaker_problem(self, step: EnvStep) -> str | None:
+        """Return which policy the environment names that does not speak in its rollouts, or None."""
+        named = (*([] if step.policy is None else [step.policy]), *step.policy_rewards)
+        unknown = next((name for name in named if name not in self._speakers), None)
+        if unknown is None:
+            return None
+        task = self.job.prompt.task_name
+        known = ", ".join(self._speakers) or "none: the run has a single policy"
+        return f"the environment names the policy {unknown!r:.80}; those of env.{task}.policies: {known}"
 
     def _begin(self, prompt: EncodedPrompt | Failure) -> None:
         if isinstance(prompt, Failure):
@@ -249,6 +282,7 @@ class Episode:
             images=placed_images(self._message_log),
             timeout_s=self._rules.generation_timeout_s,
             weight_version=None if self._weight_versions is None else self._weight_versions[1],
+            policy=self._policy,
         )
 
     def _reason_to_stop(self, step: EnvStep) -> StopReason | None:
@@ -283,7 +317,8 @@ class Episode:
 
     def _end(self, reason: StopReason, failure: Failure | None = None) -> None:
         task, rewards = self.job.prompt.task_name, self._rules.truncated_rewards
-        if reason in (StopReason.TRUNCATED, StopReason.MAX_TURNS) and not self._rewards and task in rewards:
+        has_reward = bool(self._rewards or self._policy_rewards)
+        if reason in (StopReason.TRUNCATED, StopReason.MAX_TURNS) and not has_reward and task in rewards:
             self._response_faults[TRUNCATED_BEFORE_REWARD] = None
             if (reward := rewards[task]) is None:
                 reason, failure = StopReason.FAILED, truncated_failure(task)
@@ -292,6 +327,17 @@ class Episode:
         self.action = None
         self._stop_reason = reason
         self._failure = failure
+
+
+def _add_rewards(total: dict[str, float], rewards: Mapping[str, float]) -> None:
+    for name, value in rewards.items():
+        total[name] = total.get(name, 0.0) + float(value)
+
+
+def _sum_of(rewards: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
+    total = dict(rewards)
+    _add_rewards(total, own)
+    return total
 
 
 def truncated_failure(task: str) -> Failure:

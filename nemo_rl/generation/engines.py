@@ -17,10 +17,11 @@ DEFAULT_START_S = 300.0  # enough for a small model
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlots:
-    """The adapters that an engine holds beside its model: the newest versions of one."""
+    """The adapters that an engine holds beside its model: the newest versions of one, or of one per policy."""
 
-    rank: int  # the adapter's
+    rank: int  # the adapters'
     num_versions: int  # newest ones that requests may ask for; older ones stay while a request runs under them
+    policies: tuple[str, ...] = ("",)  # names of the policies, each of which has an adapter in every version
 
 
 @dataclass(frozen=True, slots=True)

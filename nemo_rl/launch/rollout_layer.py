@@ -139,5 +139,13 @@ async def open_rollout_dependencies(
         name: section.truncated_reward for name, section in config.env.items() if section.has_own_rewards
     }
     return RolloutDependencies(
-        generation, parts.environments, parts.encoder, limits, agents, gyms, scoring, truncated_rewards
+        generation,
+        parts.environments,
+        parts.encoder,
+        limits,
+        agents,
+        gyms,
+        scoring,
+        truncated_rewards,
+        config.speakers,
     )

@@ -45,6 +45,11 @@ def evaluation_recipe(trained: TrainedModel) -> dict[str, Any]:
         raise ConfigError(
             "RUN", str(trained.checkpoint.path), "trained on no prompts; expected a run of grpo or distill"
         )
+    if len(names := trained.own_adapters) > 1:
+        problem = (
+            f"has several policies ({', '.join(names)}), whose environments `eval` cannot play; expected a recipe "
+        )
+        raise ConfigError("RUN", str(trained.checkpoint.path), f"{problem}with server.adapters")
     policy, server = _of_schema(trained.policy, SampledModelConfig), _engine(trained.policy["generation"])
     if trained.has_weights or trained.adapter is None:
         policy["model_name"] = str(trained.checkpoint.path)

@@ -17,6 +17,7 @@ from nemo_rl.errors import CheckpointError, ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 WEIGHTS, ADAPTER = "policy/weights", "policy/adapter"  # of a checkpoint
+POLICIES = "policy/adapters"  # of a checkpoint of several policies: a directory for each adapter, by name
 CHECKPOINTS = "checkpoints"  # in a run directory, unless `checkpointing.checkpoint_dir` is set
 
 
@@ -49,11 +50,25 @@ class TrainedModel:
         return _adapter_of(self.checkpoint.path)
 
     @property
+    def own_adapters(self) -> dict[str, Path]:
+        """Return the checkpoint's adapters by name: that which `name` gives, followed by the policy's of several.
+
+        Example: "exp_001-step_150", or "exp_001-step_150-first" and "exp_001-step_150-second".
+        """
+        return self._adapters_of(self.checkpoint.path)
+
+    @property
     def adapters(self) -> dict[str, Path]:
-        """Return the adapters of the run's checkpoints by the names that `name` gives, first step first."""
+        """Return the adapters of all the run's checkpoints by name, first step first."""
         steps = sorted(self.checkpoint.path.parent.glob("step_*"), key=lambda path: (len(path.name), path.name))
-        found = {self._name_of(path): _adapter_of(path) for path in steps if (path / MANIFEST_FILE).is_file()}
-        return {name: adapter for name, adapter in found.items() if adapter is not None}
+        found = (self._adapters_of(path) for path in steps if (path / MANIFEST_FILE).is_file())
+        return {name: adapter for own in found for name, adapter in own.items()}
+
+    def _adapters_of(self, checkpoint: Path) -> dict[str, Path]:
+        name = self._name_of(checkpoint)
+        if (only := _adapter_of(checkpoint)) is not None:
+            return {name: only}
+        return {f"{name}-{path.name}": path for path in sorted((checkpoint / POLICIES).glob("*"))}
 
     @property
     def name(self) -> str:

@@ -29,6 +29,7 @@ from nemo_rl.algorithms.training_progress import TrainingProgress
 from nemo_rl.algorithms.training_run import TrainingRun
 from nemo_rl.checkpoint import CONFIG_FILE, CheckpointStore
 from nemo_rl.config.loading import resolved_yaml, shown_values
+from nemo_rl.config.loss import LossConfig
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, RolloutTrainingConfig, TrainingRunConfig
 from nemo_rl.config.shared_sections import CheckpointingConfig
 from nemo_rl.config.supervised_runs import RewardModelRunConfig, SupervisedRunConfig
@@ -186,11 +187,16 @@ def _with_overrides(command: str, *overrides: str) -> str:
     return shlex.join([*(word for word in shlex.split(command) if not word.startswith(beginnings)), *overrides])
 
 
-def make_algorithm(run: ResolvedRun, workers: Workers) -> Algorithm:
-    """Return the algorithm; loads nothing."""
+def make_algorithms(run: ResolvedRun, workers: Workers) -> dict[str, Algorithm]:
+    """Return the algorithm of each policy that is trained, by name; loads nothing."""
     config = run.config
     if isinstance(config, GRPORunConfig):
-        return _make_grpo(config, run.policy.encoder, workers)
+        encoder = run.policy.encoder
+        return {name: _make_grpo(config, loss, encoder, workers) for name, loss in config.losses.items()}
+    return {"": _make_distillation(run, config, workers)}
+
+
+def _make_distillation(run: ResolvedRun, config: TrainingRunConfig, workers: Workers) -> Algorithm:
     if isinstance(config, DistillationRunConfig) and workers.teachers is not None:
         return Distillation(
             config=config,
@@ -201,15 +207,15 @@ def make_algorithm(run: ResolvedRun, workers: Workers) -> Algorithm:
     raise ConfigError(config.algorithm_key, None, "not an algorithm of this project")
 
 
-def _make_grpo(config: GRPORunConfig, encoder: ChatEncoder, workers: Workers) -> GRPO:
-    loss_fn = make_loss(config.loss_fn)
-    estimator = make_advantage_estimator(config.grpo.adv_estimator, config.loss_fn)
+def _make_grpo(config: GRPORunConfig, loss: LossConfig, encoder: ChatEncoder, workers: Workers) -> GRPO:
+    loss_fn = make_loss(loss)
+    estimator = make_advantage_estimator(config.grpo.adv_estimator, loss)
     decode = functools.partial(encoder.decode, keep_special=True)
     return GRPO(
         config=config,
         loss_fn=loss_fn,
         advantage_estimator=estimator,
-        required_logprobs=required_logprobs(config, loss_fn, estimator),
+        required_logprobs=required_logprobs(config, loss_fn, estimator, loss=loss),
         policy=workers.policy,
         placement=workers.placement,
         teacher_stage=None if workers.teachers is None else LogprobsStage(workers.teachers),
@@ -217,11 +223,18 @@ def _make_grpo(config: GRPORunConfig, encoder: ChatEncoder, workers: Workers) ->
     )
 
 
-def required_logprobs(config: GRPORunConfig, loss_fn: LossFn, estimator: AdvantageEstimator) -> RequiredLogprobs:
-    """Return the passes that something reads; with one optimizer step a batch, lp_prev is the loss's own lp."""
+def required_logprobs(
+    config: GRPORunConfig, loss_fn: LossFn, estimator: AdvantageEstimator, *, loss: LossConfig | None = None
+) -> RequiredLogprobs:
+    """Return the passes that something reads; with one optimizer step a batch, lp_prev is the loss's own lp.
+
+    `loss` is the section of `loss_fn`; None: that of the run.
+    """
     num_steps = expected_optimizer_steps(config.grpo.num_samples_per_step, config.policy.train_global_batch_size)
     required = estimator.required_keys | loss_fn.required_keys
-    if config.grpo.seq_logprob_error_threshold is not None or (num_steps > 1 and config.loss_fn.uses_prev_logprobs):
+    if config.grpo.seq_logprob_error_threshold is not None or (
+        num_steps > 1 and (loss or config.loss_fn).uses_prev_logprobs
+    ):
         required |= {keys.PREV_LOGPROBS}
     return RequiredLogprobs(
         previous=keys.PREV_LOGPROBS in required or config.policy.router_replay.records_own,
@@ -271,7 +284,7 @@ async def open_run(config: TrainingRunConfig) -> AsyncIterator[TrainingRun]:
             config=config,
             run_dir=run_dir,
             num_steps=_num_steps(config.algorithm, len(run.train.prompts)),
-            algorithm=make_algorithm(run, workers),
+            algorithms=make_algorithms(run, workers),
             source=source,
             generation=workers.generation,
             policy=workers.policy,
@@ -339,6 +352,7 @@ def _open_weight_sync(run: ResolvedRun, stack: AsyncExitStack) -> TransportWeigh
         keep_cache=not config.algorithm.background.recompute_kv_cache_after_weight_updates,
         transport=make_transport(config.weight_sync, run.layout),
         adapter_only=config.weight_sync.adapter == "separate",
+        policies=config.policy_names,
     )
     stack.callback(weight_sync.close)
     return weight_sync

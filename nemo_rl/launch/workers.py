@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.teacher_stages import Teachers
 from nemo_rl.config.layout import Layout
-from nemo_rl.config.master import DistillationRunConfig, TrainingRunConfig
+from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, TrainingRunConfig
 from nemo_rl.config.supervised_runs import SupervisedRunConfig
 from nemo_rl.distributed.vision_towers import sees
 from nemo_rl.generation.engines import AdapterSlots, EngineModel, make_generation
@@ -74,6 +74,7 @@ async def open_workers(run: ResolvedRun, *, log_dir: Path, stack: AsyncExitStack
         "num_samples_per_step": config.algorithm.num_samples_per_step,
         "seed": config.seed,
         "tokenizer": run.policy.tokenizer,
+        **({"policies": config.policies} if isinstance(config, GRPORunConfig) and config.policies else {}),
     }
     reservation = await _open_cluster(config, layout, stack)
     teachers = await open_teachers(run, reservation, log_dir=log_dir, stack=stack)
@@ -227,7 +228,7 @@ def _adapter_slots(config: TrainingRunConfig) -> AdapterSlots | None:
     dim = config.policy.parallelism.adapter_dim
     if dim is None or config.weight_sync.adapter != "separate":
         return None
-    return AdapterSlots(dim, num_live_versions(config))
+    return AdapterSlots(dim, num_live_versions(config), config.policy_names)
 
 
 async def _takes_turns(config: TrainingRunConfig, layout: Layout, policy: Policy) -> bool:

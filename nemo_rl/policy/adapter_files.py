@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from nemo_rl.errors import CheckpointError
 
 DIRECTORY = "adapter"  # subdirectory of a checkpoint
+POLICIES_DIRECTORY = "adapters"  # subdirectory of a checkpoint with several policies: a directory for each, by name
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # begins the names in peft's files
 A, B = ".lora_A.weight", ".lora_B.weight"

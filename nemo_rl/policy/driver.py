@@ -82,6 +82,9 @@ class ScoringCalls(ABC):
 class PolicyCalls(ScoringCalls):
     """The methods of `interfaces.Policy` as calls of workers."""
 
+    async def select(self, name: str) -> None:
+        await self._call("select", name)
+
     async def logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         logprobs, *routes = await self._score("logprobs", batch)
         if routes:

@@ -85,6 +85,11 @@ class BackgroundSave:
         """Begin to write an optimizer's state; called on every rank, each of which writes its part."""
         self._begin_state(_as_one_group(get_optimizer_state_dict(module, optimizer)), directory, self._stager)
 
+    def begin_optimizers(self, module: nn.Module, optimizers: Mapping[str, Optimizer], directory: Path) -> None:
+        """Begin to write the state of several optimizers of the same parameters, by name, as `begin_optimizer` does."""
+        states = {name: _as_one_group(get_optimizer_state_dict(module, each)) for name, each in optimizers.items()}
+        self._begin_state(states, directory, self._stager)
+
     def begin_state(self, copies: Mapping[str, Any], directory: Path) -> None:
         """Begin to write an optimizer's state dict of copies, keyed by parameter name; called on every rank."""
         self._begin_state(copies, directory, AlreadyCopied())
@@ -164,7 +169,19 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, directory: Path) -> 
         CheckpointError: the state is that of another optimizer or model.
     """
     own: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
-    found = load_state(_as_one_group(own), directory)
+    _set_optimizer_state(module, optimizer, own, load_state(_as_one_group(own), directory))
+
+
+def load_optimizers(module: nn.Module, optimizers: Mapping[str, Optimizer], directory: Path) -> None:
+    """Load the state of several optimizers of the same parameters, by name, as `load_optimizer` does."""
+    own: dict[str, Any] = {name: get_optimizer_state_dict(module, each) for name, each in optimizers.items()}
+    found = load_state({name: _as_one_group(state) for name, state in own.items()}, directory)
+    for name, optimizer in optimizers.items():
+        _set_optimizer_state(module, optimizer, own[name], found[name])
+
+
+def _set_optimizer_state(module: nn.Module, optimizer: Optimizer, own: dict[str, Any], found: dict[str, Any]) -> None:
+    """Give an optimizer the state `found`, except for the weight decay of its `own` groups."""
     (saved,) = found["param_groups"]
     kept = ("params", "weight_decay")
     groups = [saved | {key: group[key] for key in kept if key in group} for group in own["param_groups"]]

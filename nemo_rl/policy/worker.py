@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nemo_rl import batch as keys
+from nemo_rl.config.policies import NamedPolicyConfig
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.device_peaks import peaks_of
 from nemo_rl.distributed.devices import memory_of_device, name_of_device, prepare_allocator, resolve_device
@@ -209,6 +210,7 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         seed: of torch's random numbers, for optimizers that draw some.
         tokenizer: saved beside the weights by rank 0; None: no tokenizer is saved.
         truncation: of sampling, by top-k and top-p; log-probs are of the distribution that is left.
+        policies: the table `policies`, for a backend that trains several adapters; empty: a single policy.
 
     Raises:
         ConfigError: a model, override, optimizer, schedule, device or layout that is not available.
@@ -238,8 +240,10 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         seed: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
         truncation: Truncation = WHOLE,
+        policies: Mapping[str, NamedPolicyConfig] | None = None,
     ) -> None:
         self.config = config
+        self._policies = policies or {}
         self.truncation = truncation
         self.layout = layout
         self.device = resolve_device(config.device)
@@ -257,6 +261,10 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
     @abstractmethod
     def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
         """Make the model, its reference, the optimizer and the trainer; the last step of the constructor."""
+
+    def select(self, name: str) -> None:
+        """Make scoring and training those of one of `policies`; raises PolicyError for another name."""
+        raise PolicyError(f"{type(self).__name__} trains a single policy, not {name!r}")
 
     @abstractmethod
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -305,8 +313,8 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
             raise PolicyError(f"the loss reads {', '.join(missing)}, which the batch does not have")
         self._require("weights", "optimizer")
         lr = float(self._optimizer.param_groups[0]["lr"])
-        self._recorded = RecordedLoss(loss_fn) if keys.RECORDED in batch else None
-        loss_fn = self._recorded or loss_fn
+        if keys.RECORDED in batch:
+            self._recorded = loss_fn = RecordedLoss(loss_fn)
         parts = micro_batches.split_optimizer_steps(batch[keys.GROUP_ID], self.num_optimizer_steps)
         steps = [self._trainer.optimizer_step(batch, rows, loss_fn) for rows in parts]
         if self._scheduler is not None and not all(step.is_skipped for step in steps):
@@ -385,14 +393,23 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
             return
         join(self.layout, self.device)
         if self._is_rank0:
-            save_schedule(self._scheduler, path / "optimizer")
+            self._save_schedules(path / "optimizer")
         self._start_optimizer_save(path / "optimizer")
+
+    def _save_schedules(self, directory: Path) -> None:
+        save_schedule(self._scheduler, directory)
+
+    def _load_schedules(self, directory: Path) -> None:
+        load_schedule(self._scheduler, directory)
+
+    def _start_adapter_save(self, adapters: "TrainedAdapters", directory: Path) -> None:
+        tensors = self._saving.copy_weights(adapters.tensors(), is_rank0=self._is_rank0)
+        if self._is_rank0:
+            self._saving.begin_files(adapters.save, tensors, directory)
 
     def _start_weights_save(self, path: Path) -> None:
         if self._adapters is not None:
-            adapter = self._saving.copy_weights(self._adapters.tensors(), is_rank0=self._is_rank0)
-            if self._is_rank0:
-                self._saving.begin_files(self._adapters.save, adapter, path / ADAPTER_DIRECTORY)
+            self._start_adapter_save(self._adapters, path / ADAPTER_DIRECTORY)
             if not self._adapters.save_merged:
                 return
         copies = self._saving.copy_weights(self._named_weights(torch.float32), is_rank0=self._is_rank0)
@@ -434,7 +451,7 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
             return
         join(self.layout, self.device)
         self._load_optimizer(directory)
-        load_schedule(self._scheduler, directory)
+        self._load_schedules(directory)
 
     def start_profile(self, directory: Path, name: str) -> None:
         """Begin a profile of all threads of this process, the device's operations included."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.checkpoint import verify_checkpoint
+from nemo_rl.checkpoint import MANIFEST_FILE, verify_checkpoint
 from nemo_rl.command_line import Command, ExitCode
 from nemo_rl.config.moe import adapters_problem
 from nemo_rl.distributed.devices import resolve_device
@@ -39,14 +39,14 @@ def served_adapters(trained: TrainedModel, *, is_whole_run: bool) -> dict[str, P
     """
     from nemo_rl.policy.hf_model import load_config  # loads torch
 
-    if trained.adapter is None:
+    if not trained.own_adapters:
         return {}
     model = load_config(_base_path(trained), _overrides(trained))
     if problem := adapters_problem(model):
         raise ConfigError("RUN", str(trained.checkpoint.path), f"{problem}; allowed: --merged")
-    found = trained.adapters if is_whole_run else {trained.name: trained.adapter}
+    found = trained.adapters if is_whole_run else trained.own_adapters
     for name, directory in found.items():
-        verify_checkpoint(directory.parents[1])
+        verify_checkpoint(next(parent for parent in directory.parents if (parent / MANIFEST_FILE).is_file()))
         if (rank := _rank(directory)) > MAX_RANK:
             problem = f"{name} has rank {rank}, and vLLM's adapters at most {MAX_RANK}; allowed: --merged"
             raise ConfigError("RUN", str(directory), problem)

@@ -120,7 +120,7 @@ def turns_of(chain: Chain) -> list[dict[str, Any]]:
             {
                 "number": number,
                 "role": role if role in ("system", "user", "assistant", "tool", "environment") else "other",
-                "label": show(role)[:40],
+                "label": show(" ".join(filter(None, (role, message.get("policy")))))[:40],
                 "parts": [part for part in parts if part["text"]],
                 "images": list(dict.fromkeys(image["digest"] for image in images_of(message))),
                 "length": len(text),

@@ -108,6 +108,9 @@ def replay(run_dir: Path, step: int) -> Replay:
 
 def _check_replayable(config: GRPORunConfig) -> None:
     """Raise ConfigError for settings that need more than the stored rollouts."""
+    if config.policies:
+        problem = "a step of several policies cannot be replayed; allowed: {}"
+        raise ConfigError("policies", list(config.policies), problem)
     required = {
         "rollout.write_token_ids": (config.rollout.write_token_ids, True),
         "rollout.write_rollouts": (config.rollout.write_rollouts, True),

@@ -16,6 +16,7 @@ class _Message(msgspec.Struct, gc=False):
     parts: list[Any] | None = None
     tool_calls: list[Any] | None = None
     weight_spans: list[Any] | None = None
+    policy: str = ""
 
 
 class _Row(msgspec.Struct, gc=False):

@@ -47,6 +47,10 @@ def choose_adapter_refit(
         return "merged", f"{KEY} is merged"
     if problem is None and model is not None and model.model_type not in TESTED_MODEL_TYPES:
         problem = f"{KEY}: auto separates adapters of {', '.join(TESTED_MODEL_TYPES)} alone"
+    if config.policy_names != ("",):
+        if problem is not None:
+            raise ConfigError("policies", list(config.policy_names), f"{problem}; allowed: {{}}")
+        return "separate", "the engine samples several policies"
     if problem is not None:
         return "merged", problem
     if num_live_versions(config) == 1:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from nemo_rl.config.shared_sections import WeightSyncConfig
@@ -33,7 +34,8 @@ class TransportWeightSync:
     With `keep_cache` running requests continue with keys and values of the old weights.
 
     With `adapter_only` a refit brings a further version of the policy's adapter instead: nothing pauses, and requests
-    end under the version that they began with. The second refit is always verified, too: at first B is 0.
+    end under the version that they began with. The second refit is always verified, too: at first B is 0. Of a run with
+    several policies it brings the adapters of all `policies`, each of which is verified.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class TransportWeightSync:
         keep_cache: bool = False,
         transport: Transport | None = None,
         adapter_only: bool = False,
+        policies: Sequence[str] = ("",),
     ) -> None:
         self._probes = [
             probe if isinstance(probe, Probe) else Probe(tuple(probe)) for probe in probes[: section.num_probe_prompts]
@@ -58,6 +61,7 @@ class TransportWeightSync:
         self._keep_cache = keep_cache
         self._transport = transport or SharedMemory()
         self._adapter_only = adapter_only
+        self._policies = tuple(policies)
         self._num_first = 2 if device == "cpu" or adapter_only else 1  # refits per engine that are always verified
         self._num_verified: WeakKeyDictionary[Generation, int] = WeakKeyDictionary()
 
@@ -111,23 +115,26 @@ class TransportWeightSync:
             logger.warning("no probe prompts: the refit to weights %d is not verified", weight_version)
             return
         with span("verify weights"):
-            await self._verify(policy, unverified, weight_version, turns)
+            for name in self._policies:
+                await self._verify(policy, name, unverified, weight_version, turns)
         for engine in unverified:
             self._num_verified[engine] = self._num_verified.get(engine, 0) + 1
 
     async def _verify(
-        self, policy: Policy, engines: Sequence[Generation], weight_version: int, turns: DeviceTurns | None
+        self, policy: Policy, name: str, engines: Sequence[Generation], weight_version: int, turns: DeviceTurns | None
     ) -> None:
-        """Let all engines sample first, then the policy score their tokens: they may share a device."""
-        batches = [
-            await sample_probes(engine, self._probes, sampling=self._sampling, weight_version=weight_version)
-            for engine in engines
-        ]
+        """Let all engines sample under the policy of a name first, then the policy score their tokens: they may share a
+        device."""
+        if name:
+            await policy.select(name)
+        asked: dict[str, Any] = {"sampling": self._sampling, "weight_version": weight_version, "policy": name}
+        batches = [await sample_probes(engine, self._probes, **asked) for engine in engines]
         async with turns.policy_turn("weights") if turns else nullcontext():
             logprobs = [await policy.logprobs(batch) for batch in batches]
         for batch, scored in zip(batches, logprobs, strict=True):
             difference = compare_logprobs(batch, scored, self._tolerance, weight_version=weight_version)
-            logger.info("weights %d verified: log-probs differ by %.2g on average", weight_version, difference)
+            of = f" of {name}" if name else ""
+            logger.info("weights %d%s verified: log-probs differ by %.2g on average", weight_version, of, difference)
 
     def close(self) -> None:
         self._transport.close()

@@ -49,20 +49,26 @@ def default_tolerance(dtype: str, device: str) -> Tolerance:
 
 
 async def sample_probes(
-    generation: Generation, probes: Sequence[Probe], *, sampling: SamplingParams, weight_version: int
+    generation: Generation,
+    probes: Sequence[Probe],
+    *,
+    sampling: SamplingParams,
+    weight_version: int,
+    policy: str = "",
 ) -> TensorDict:
-    """Return `probes` with the engine's completions, as the batch that `Policy.logprobs` reads.
+    """Return `probes` with the engine's completions under a policy, as the batch that `Policy.logprobs` reads.
 
     Raises WeightSyncError if the engine does not answer.
     """
     requests = [
         GenerationRequest(
-            f"verify-{weight_version}-{index}",
+            f"verify-{weight_version}-{policy}-{index}" if policy else f"verify-{weight_version}-{index}",
             probe.token_ids,
             sampling,
             seed=index,
             session_id="verify",
             images=probe.images,
+            policy=policy,
         )
         for index, probe in enumerate(probes)
     ]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from nemo_rl.config.policies import NamedPolicyConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.loss_types import TopK
 from nemo_rl.policy.batch_transfer import merge_recorded, merge_rows
@@ -39,6 +40,7 @@ def make_policy(
     needs_reference: bool = False,
     truncation: Truncation = WHOLE,
     tokenizer: Any = None,
+    policies: dict[str, dict[str, Any]] | None = None,
     **config: Any,
 ) -> PolicyWorker:
     settings = {
@@ -58,6 +60,7 @@ def make_policy(
         seed=0,
         tokenizer=tokenizer,
         truncation=truncation,
+        policies={name: NamedPolicyConfig.model_validate(values) for name, values in (policies or {}).items()},
     )
 
 

@@ -63,6 +63,9 @@ class FakePolicy:
         self.calls.append("recorded_logprobs")
         return batch[keys.GENERATION_LOGPROBS][batch[keys.RECORDED] >= 0]
 
+    async def select(self, name: str) -> None:
+        raise NotImplementedError
+
     async def run_with_weights(
         self, use: Callable[[Iterable[tuple[str, torch.Tensor]]], ResultT], *, adapter_only: bool = False
     ) -> ResultT:

@@ -9,6 +9,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from nemo_rl.generation.vllm.adapters import adapter_request
+from nemo_rl.weight_manifests import split_policy_index
 
 
 class AdapterStore:
@@ -25,8 +26,17 @@ class AdapterStore:
         self._manager._load_adapter = self._load
 
     def keep(self, number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy and load an adapter; raises ValueError if the model has no such layers."""
-        self._kept[number] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+        """Copy and load the adapters of a version, that of the first policy under `number` and further ones under those
+        that follow; raises ValueError if the model has no such layers."""
+        copied: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors:
+            index, own = split_policy_index(name)
+            copied.setdefault(number + index, {})[own] = tensor.detach().to("cpu", copy=True)
+        for each, own_tensors in copied.items():
+            self._keep_one(each, own_tensors)
+
+    def _keep_one(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
+        self._kept[number] = tensors
         self._manager.add_adapter(adapter_request(number))
         layers = self._manager._adapter_manager
         if unknown := sorted(layers.get_adapter(number).loras.keys() - layers.modules.keys()):

@@ -98,7 +98,7 @@ class VllmGeneration:
         self._sees = sees
         self._sends_spans = sends_spans
         self._routes = make_route_source(engine, on_cpu=device == "cpu") if records_routes else None
-        self._adapters = None if adapters is None else AdapterVersions(adapters.num_versions)
+        self._adapters = None if adapters is None else AdapterVersions(adapters.num_versions, adapters.policies)
         self._weight_version = 0
         self._num_running = 0
         self._paused_engine = False
@@ -196,7 +196,9 @@ class VllmGeneration:
         token_ids = list(request.token_ids)
         prompt = engine_input(token_ids, request.images) if request.images else self._tokens_input(token_ids)
         num_told = 0
-        own: dict[str, Any] = {} if adapter is None else {"lora_request": adapter_request(adapter.number)}
+        own: dict[str, Any] = {}
+        if adapter is not None:
+            own["lora_request"] = adapter_request(adapter.number_of(request.policy))
         if self._sends_spans:
             own["trace_headers"] = trace_headers()
         outputs = self._engine.generate(prompt, self._params(request), request.request_id, **own)

@@ -100,6 +100,7 @@ class TrainedDTensorConfig(DTensorConfig):
     """FSDP2 of a model that is trained, all weights or adapters alone."""
 
     ADAPTER_KEY: ClassVar[str] = "lora_cfg"
+    HOLDS_POLICIES: ClassVar[bool] = True
 
     lora_cfg: LoraAdapterConfig = LoraAdapterConfig.with_defaults()
     # patterns of the full names of weights that are not trained, e.g. *.gate.weight, the routers of most models

@@ -4,7 +4,7 @@
 peft is imported only when a model gets adapters, since that takes seconds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import PreTrainedModel
 
+from nemo_rl.errors import PolicyError
 from nemo_rl.policy.adapted_layers import initial_values, make_peft_config, select_adapted_modules
 from nemo_rl.policy.adapter_files import MODEL_A, MODEL_B, read_matching_adapter, save_adapter, to_file_name
 from nemo_rl.policy.fsdp2.backend import LoraAdapterConfig
@@ -57,6 +58,11 @@ class Adapters:
             local.copy_(whole[index])
             own_part(b)[1].zero_()
 
+    def parts(self) -> list[torch.Tensor]:
+        """Return the memory of this rank's shards of all A and B."""
+        weights = (part["default"].weight for layer in self._layers for part in (layer.lora_A, layer.lora_B))
+        return [own_part(weight)[1] for weight in weights]
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Return a context in which the model is the initial one."""
@@ -87,6 +93,50 @@ class Adapters:
         found = read_matching_adapter(directory, shapes, self._config.lora_alpha)
         given: dict[str, Any] = {own[name]: tensor for name, tensor in found.items()}
         set_model_state_dict(self._model, given, options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+class AdapterSets:
+    """The adapters of several policies on one base. The model holds one set of values at a time; the others are beside
+    it.
+
+    All have the same parameters, so sharding, compiled layers and recomputation know of one adapter alone. At first the
+    sets are equal: each has the values that the model has when this is made.
+    """
+
+    def __init__(self, adapters: Adapters, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.selected = self.names[0]
+        self._adapters = adapters
+        values = adapters.parts()
+        self._beside = {name: [part.clone() for part in values] for name in self.names[1:]}
+
+    @torch.no_grad()
+    def select(self, name: str) -> None:
+        """Exchange the model's values for those of a policy; raises PolicyError for an unknown name."""
+        if name == self.selected:
+            return
+        if name not in self._beside:
+            raise PolicyError(f"no policy is named {name!r}; known: {', '.join(self.names)}")
+        in_model = self._adapters.parts()
+        self._beside[self.selected] = [part.clone() for part in in_model]
+        for part, values in zip(in_model, self._beside.pop(name), strict=True):
+            part.copy_(values)
+        self.selected = name
+
+    @contextmanager
+    def each(self) -> Iterator[Iterator[str]]:
+        """Return a context with an iterator over the names, each of which is selected meanwhile."""
+        before = self.selected
+
+        def names() -> Iterator[str]:
+            for name in self.names:
+                self.select(name)
+                yield name
+
+        try:
+            yield names()
+        finally:
+            self.select(before)
 
 
 class AdaptersDisabled(nn.Module):

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -27,10 +29,12 @@ from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_siz
 from nemo_rl.distributed.expert_routers import find_routers
 from nemo_rl.distributed.file_names import FilePart, file_parts, parts_by_tensor
 from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_residual, keep_float32_routers
+from nemo_rl.errors import PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, optimizers, step_report
 from nemo_rl.policy.adapter_files import DIRECTORY as ADAPTER_DIRECTORY
+from nemo_rl.policy.adapter_files import POLICIES_DIRECTORY
 from nemo_rl.policy.context_parallel import sliced_tokens
 from nemo_rl.policy.expert_routing import ExpertRouting, make_routing
 from nemo_rl.policy.fsdp2 import sharding
@@ -44,7 +48,7 @@ from nemo_rl.policy.fsdp2.backend import (
 )
 from nemo_rl.policy.fsdp2.balance import RouterBalance, freeze_routers, routed_tokens
 from nemo_rl.policy.fsdp2.experts import gather_experts
-from nemo_rl.policy.fsdp2.lora import Adapters, AdaptersDisabled, LazyMergedWeight, merge_adapter_weights
+from nemo_rl.policy.fsdp2.lora import Adapters, AdaptersDisabled, AdapterSets, LazyMergedWeight, merge_adapter_weights
 from nemo_rl.policy.fsdp2.shards import gather_full_tensor, num_holders
 from nemo_rl.policy.logprobs import CPU, CausalLogprobs
 from nemo_rl.policy.micro_batches import (
@@ -58,11 +62,12 @@ from nemo_rl.policy.micro_batches import (
 )
 from nemo_rl.policy.offload import optimizer_tensors
 from nemo_rl.policy.ranks import SINGLE_RANK, RankLayout
-from nemo_rl.policy.saving import load_optimizer
+from nemo_rl.policy.saving import load_optimizer, load_optimizers, load_schedule, save_schedule
 from nemo_rl.policy.tree_logprobs import SharedPrefixLogprobs
 from nemo_rl.policy.truncation import sampling_mask_metrics
 from nemo_rl.policy.worker import ConfigT, PolicyWorker, ScoringWorker, TeacherWorker
 from nemo_rl.types import TrainingBatch
+from nemo_rl.weight_manifests import with_policy_index
 
 logger = logging.getLogger(__name__)
 
@@ -98,37 +103,71 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
     """The policy on one rank, by FSDP2 and DTensor.
 
     The reference is a frozen copy; with adapters, the policy without them. Arguments and errors are those of
-    `PolicyWorker`.
+    `PolicyWorker`. With `policies` it trains several adapters, each with its own `TrainingParts`.
     """
+
+    _sets: AdapterSets | None = None  # None: a single policy
+    _parts: Mapping[str, "TrainingParts"] = MappingProxyType({})  # of several policies, those that are trained, by name
 
     def _build_model(self, model_path: str, *, temperature: float, needs_reference: bool, seed: int) -> None:
         config, layout, section = self.config, self.layout, self.config.section_of(TrainedDTensorConfig)
         _check_ranks(layout, config, model_path, "policy")
         self._num_matmul_parameters = 0
         is_adapted = section.lora_cfg.enabled
-        self.module, self._adapters = self._load_module(model_path, temperature, seed=seed if is_adapted else None)
+        module, self._adapters = self._load_module(model_path, temperature, seed=seed if is_adapted else None)
+        self.module = module
         self._model = self.module.model
         self._reference = None
         if needs_reference and self._adapters is not None:
             self._reference = AdaptersDisabled(self.module, self._adapters)
         elif needs_reference:
             self._reference, _ = self._load_module(model_path, temperature, is_frozen=True)
-        trained = [(p.ndim, p) for p in self.module.parameters() if p.requires_grad]
+        if self._policies:
+            assert self._adapters is not None  # checked with the configuration
+            self._sets = AdapterSets(self._adapters, tuple(self._policies))
+            self._parts = {
+                name: self._make_training_parts(module, section.applied_to(config))
+                for name, section in self._policies.items()
+                if section.trainable
+            }
+        own = next(iter(self._parts.values())) if self._policies else self._make_training_parts(module, config)
+        self._optimizer, self._scheduler, self._trainer = own.optimizer, own.scheduler, own.trainer
+
+    def _make_training_parts(self, module: CausalLogprobs, config: PolicyConfig) -> "TrainingParts":
+        """Return an optimizer of all trained parameters, with its schedule and trainer."""
+        layout = self.layout
+        trained = [(p.ndim, p) for p in module.parameters() if p.requires_grad]
         groups = optimizers.parameter_groups(trained, decay_norm_and_bias=config.optimizer.decay_norm_and_bias)
-        self._optimizer = optimizers.make_optimizer(config, groups)
-        self._scheduler = optimizers.make_scheduler(config, self._optimizer)
-        self._trainer = FSDP2Trainer(
-            module=self.module,
+        optimizer = optimizers.make_optimizer(config, groups)
+        trainer = FSDP2Trainer(
+            module=module,
             device=self.device,
-            optimizer=self._optimizer,
+            optimizer=optimizer,
             batching=training_micro_batching(config),
             max_grad_norm=config.max_grad_norm,
             layout=layout,
-            keeps_unsharded=sharding.should_keep_unsharded(self.module, config, layout, self.device),
+            keeps_unsharded=sharding.should_keep_unsharded(module, config, layout, self.device),
             balance=RouterBalance.of(
                 self._model, config.moe, layout=layout, group=sharding.shards_group(layout, self.device)
             ),
         )
+        return TrainingParts(optimizer, optimizers.make_scheduler(config, optimizer), trainer)
+
+    def select(self, name: str) -> None:
+        """Make scoring and training those of one of `policies`; raises PolicyError for another name."""
+        if self._sets is None:
+            super().select(name)
+            return
+        self._require("weights")
+        self._sets.select(name)
+        if (own := self._parts.get(name)) is not None:
+            self._optimizer, self._scheduler, self._trainer = own.optimizer, own.scheduler, own.trainer
+
+    def train_step(self, batch: TrainingBatch, loss_fn: LossFn) -> dict[str, float]:
+        """Train as `PolicyWorker.train_step` does; raises PolicyError if a frozen policy is selected."""
+        if self._sets is not None and self._sets.selected not in self._parts:
+            raise PolicyError(f"policies.{self._sets.selected}.trainable is false")
+        return super().train_step(batch, loss_fn)
 
     def _load_module(
         self, model_path: str, temperature: float, *, seed: int | None = None, is_frozen: bool = False
@@ -171,6 +210,15 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
             adapters.initialize(seed)
         return module, adapters
 
+    def _named_adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._sets is None:
+            yield from super()._named_adapter(dtype)
+            return
+        with self._sets.each() as names:
+            for index, _ in enumerate(names):
+                for name, tensor in super()._named_adapter(dtype):
+                    yield with_policy_index(name, index), tensor.clone()  # the next set takes its memory
+
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self._model, dtype, adapter_scale=self._adapters.scale if self._adapters else None)
 
@@ -181,23 +229,67 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
     def _load_weights(self, path: Path) -> None:
         if self._adapters is None:
             sharding.load_weights(self.module, self._model, path / "weights")
-        else:
+        elif self._sets is None:
             self._adapters.load(path / ADAPTER_DIRECTORY)
+        else:
+            with self._sets.each() as names:
+                for name in names:
+                    self._adapters.load(path / POLICIES_DIRECTORY / name)
+
+    def _start_weights_save(self, path: Path) -> None:
+        if self._sets is None or self._adapters is None:
+            super()._start_weights_save(path)
+            return
+        with self._sets.each() as names:
+            for name in names:
+                self._start_adapter_save(self._adapters, path / POLICIES_DIRECTORY / name)
 
     def _start_optimizer_save(self, directory: Path) -> None:
-        self._saving.begin_optimizer(self.module, self._optimizer, directory)
+        if self._sets is None:
+            self._saving.begin_optimizer(self.module, self._optimizer, directory)
+        else:
+            self._saving.begin_optimizers(self.module, self._optimizers, directory)
 
     def _load_optimizer(self, directory: Path) -> None:
-        load_optimizer(self.module, self._optimizer, directory)
+        if self._sets is None:
+            load_optimizer(self.module, self._optimizer, directory)
+        else:
+            load_optimizers(self.module, self._optimizers, directory)
+
+    def _save_schedules(self, directory: Path) -> None:
+        if self._sets is None:
+            super()._save_schedules(directory)
+        for name, part in self._parts.items():
+            save_schedule(part.scheduler, directory / name)
+
+    def _load_schedules(self, directory: Path) -> None:
+        if self._sets is None:
+            super()._load_schedules(directory)
+        for name, part in self._parts.items():
+            load_schedule(part.scheduler, directory / name)
+
+    @property
+    def _optimizers(self) -> dict[str, Optimizer]:
+        return {name: part.optimizer for name, part in self._parts.items()}
 
     def _part_tensors(self, part: OffloadPart) -> Iterator[torch.Tensor]:
         if part == "weights":
             yield from sharding.module_tensors(self.module)
         elif part == "optimizer":
             yield from (p.grad for p in self.module.parameters() if p.grad is not None)
-            yield from optimizer_tensors(self._optimizer)
+            for optimizer in self._optimizers.values() if self._parts else [self._optimizer]:
+                yield from optimizer_tensors(optimizer)
         elif self._reference is not None and self._adapters is None:
             yield from sharding.module_tensors(self._reference)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingParts:
+    """The parts of a worker that one policy trains with."""
+
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    trainer: "FSDP2Trainer"
 
 
 class FSDP2TeacherWorker(FSDP2ScoringWorker[TeacherConfig], TeacherWorker):

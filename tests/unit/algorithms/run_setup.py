@@ -191,7 +191,7 @@ def make_rig(
         config=config,
         run_dir=directory,
         num_steps=config.grpo.max_num_steps,
-        algorithm=algorithm,
+        algorithms={"": algorithm},
         source=source,
         generation=generation,
         policy=policy,

@@ -17,6 +17,10 @@ from tests.unit.docs.pages import PAGES, ROOT, fenced_blocks, normalized, quoted
 QUICKSTART = ROOT / "examples" / "configs" / "quickstart.yaml"
 EIGHT_GPUS = "policy.device=cuda cluster.gpus_per_node=8 "
 SPLIT = "policy.generation.colocated.enabled=false policy.generation.colocated.resources.gpus_per_node=4 "
+SEVERAL_POLICIES = (
+    "policy.dtensor_cfg.lora_cfg.enabled=true policy.dtensor_cfg.lora_cfg.save_merged=false "
+    "++policies={first:{},second:{}} "
+)
 
 # (page, overrides of the quickstart): the page quotes the refusal word for word.
 REFUSALS = [
@@ -72,6 +76,14 @@ REFUSALS = [
     ("policy.md", "policy.dtensor_cfg.compile=true policy.dtensor_cfg.tensor_parallel_size=2"),
     ("policy.md", "policy.dtensor_cfg.lora_cfg.enabled=true policy.megatron_cfg.enabled=true"),
     ("policy.md", "policy.dtensor_cfg.lora_cfg.enabled=true ++policy.dtensor_cfg.lora_cfg.dropout=0.05"),
+    (
+        "policy.md",
+        SEVERAL_POLICIES + "weight_sync.adapter=merged",
+    ),
+    (
+        "policy.md",
+        SEVERAL_POLICIES + "++env.duel.type=math ++env.duel.policies=[first,sceond]",
+    ),
     ("megatron.md", "policy.megatron_cfg.enabled=true ++policy.megatron_cfg.fp8_cfg.enabled=true"),
 ]
 

@@ -149,7 +149,9 @@ def tokenized(draw) -> TokenizedMessage:
         logprobs = tuple(draw(st.floats(max_value=0, allow_nan=False)) for _ in token_ids)
     images = tuple(draw(st.lists(st.sampled_from(FEATURES), max_size=2))) if token_ids else ()
     placed = tuple(PlacedImage(one, (len(token_ids) - 1,)) for one in images)
-    return TokenizedMessage(draw(MESSAGES), token_ids, logprobs, draw(SPANS), draw(columns(len(token_ids))), placed)
+    policy = draw(st.sampled_from(("", "first")))
+    own = draw(columns(len(token_ids)))
+    return TokenizedMessage(draw(MESSAGES), token_ids, logprobs, draw(SPANS), own, placed, policy)
 
 
 LOGS = st.lists(tokenized(), max_size=3).map(tuple)
@@ -180,6 +182,7 @@ def groups(draw, place: int) -> BufferedGroup:
             loss_weight=draw(st.sampled_from((0.0, 1.0))),
             chain_rewards=tuple(chain_rewards) if draw(st.booleans()) else (),
             response_faults=tuple(draw(st.lists(TEXT, max_size=2))),
+            policy_rewards=draw(st.dictionaries(TEXT, st.dictionaries(TEXT, SECONDS, max_size=2), max_size=2)),
         )
 
     members = tuple(trajectory(index) for index in range(draw(st.integers(1, 3))))
@@ -207,12 +210,13 @@ def test_a_buffer_comes_back_as_it_was(tmp_path_factory, state: ReplayBufferStat
 def test_no_field_of_a_rollout_is_forgotten() -> None:
     """A new field must be written down and drawn above; then it belongs here."""
     assert [f.name for f in fields(TokenizedMessage)] == [
-        "message", "token_ids", "generation_logprobs", "weight_spans", "columns", "images",
+        "message", "token_ids", "generation_logprobs", "weight_spans", "columns", "images", "policy",
     ]  # fmt: skip
     assert [f.name for f in fields(Message)] == ["role", "parts"]
     assert [f.name for f in fields(Trajectory)] == [
         "prompt", "group_id", "generation_index", "message_log", "stop_reason", "rewards", "answer", "num_turns",
         "weight_versions", "failure", "timings", "other_chains", "loss_weight", "chain_rewards", "response_faults",
+        "policy_rewards",
     ]  # fmt: skip
 
 
