@@ -11,6 +11,7 @@ import torch
 from nemo_rl import batch as keys
 from nemo_rl.config.supervised_runs import DPOConfig
 from nemo_rl.data.supervised_samples import TokenizedExample, make_pair_batch, make_supervised_batch
+from nemo_rl.data.vision import ImageEncoder
 from nemo_rl.interfaces import Policy
 from nemo_rl.loss_types import TokenScores
 from nemo_rl.losses.likelihood import NegativeLogLikelihood, negative_log_likelihood
@@ -24,9 +25,13 @@ class SFTObjective:
 
     loss_fn = NegativeLogLikelihood()
 
+    def __init__(self, images: ImageEncoder | None = None) -> None:
+        """`images` encodes those of conversations; None if the policy reads text."""
+        self._images = images
+
     def make_batch(self, samples: Sequence[TokenizedExample]) -> TrainingBatch:
         """Return the conversations as a batch."""
-        return make_supervised_batch(samples)
+        return make_supervised_batch(samples, self._images)
 
     async def add_logprobs(self, policy: Policy, batch: TrainingBatch) -> None:
         """Add nothing."""

@@ -451,8 +451,8 @@ def _check_image_rows(
 ) -> None:
     """Raise ConfigError for runs in which rows with images cannot be sampled or trained on."""
     value = section.model_dump(exclude_unset=True)
-    if isinstance(config, SupervisedRunConfig | RewardModelRunConfig):
-        raise ConfigError(key, value, "supervised training reads text; allowed: null, or GRPO")
+    if isinstance(config, DPORunConfig | RewardModelRunConfig):
+        raise ConfigError(key, value, "preferences are texts; allowed: null, or supervised training and GRPO")
     if not isinstance(config, TrainingRunConfig):
         return
     if uses_teachers(config):

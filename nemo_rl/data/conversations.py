@@ -17,9 +17,9 @@ from nemo_rl.data.messages import check_text, parse_messages, parse_tools
 from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format
 from nemo_rl.data.row_sources import load_rows
 from nemo_rl.data.rows import Row, convert_rows
-from nemo_rl.data.supervised_samples import SupervisedDataset, SupervisedSample
+from nemo_rl.data.supervised_samples import SampleImage, SupervisedDataset, SupervisedSample, shift_images
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.types import Message, TokenizedMessage
+from nemo_rl.types import Message, TokenizedMessage, placed_images
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _read_completion(row: Row, question: str, answer: str, row_format: RowFormat
 
 def _read_messages(row: Row, row_format: RowFormat) -> Conversation:
     """Return the conversation of OpenAI messages up to the last assistant message."""
-    messages = parse_messages(row)
+    messages = parse_messages(row, images=row_format.images)
     while messages and messages[-1].role != "assistant":
         messages = messages[:-1]
     if not messages:
@@ -146,25 +146,31 @@ def encode_conversation(
     Raises ConfigError when the chat template refuses a message, or renders the assistant's in a way of its own.
     """
     encode_prompt = encode_prompt or make_prompt_encoder(encoder)
-    tools, parts, waiting = conversation.tools, [], []
+    tools, parts, waiting, images, num_tokens = conversation.tools, [], [], [], 0
     answer: TokenizedMessage | None = None
     for index, message in enumerate(conversation.messages):
         if message.role != "assistant":
             waiting.append(message)
             continue
+        shown = [image for each in waiting for image in each.images]
         if answer is not None:
-            context = flat_token_ids(encoder.encode_turn((answer,), waiting, tools))
-        elif tools:
-            context = flat_token_ids(encoder.encode_prompt(waiting, tools))
+            log = encoder.encode_turn((answer,), waiting, tools)
+        elif tools or shown:
+            log = encoder.encode_prompt(waiting, tools)
         else:
-            context = encode_prompt(tuple(waiting))
+            log = ()
+        context = flat_token_ids(log) if log else encode_prompt(tuple(waiting))
+        placed = zip(shown, placed_images(log), strict=True)
+        images += shift_images([SampleImage(image, each.positions) for image, each in placed], num_tokens)
         own_end = "text" if message is conversation.messages[-1] else "open"
         token_ids = encoder.encode_answer(message, tools, end="token" if adds_end_tokens else own_end)
         answer = TokenizedMessage(message, token_ids)
         parts += [(context, False), (answer.token_ids, index >= conversation.num_context)]
+        num_tokens += len(context) + len(token_ids)
         waiting = []
     joined = np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in parts])
-    return SupervisedSample(joined, np.repeat([trained for _, trained in parts], [len(ids) for ids, _ in parts]))
+    mask = np.repeat([trained for _, trained in parts], [len(ids) for ids, _ in parts])
+    return SupervisedSample(joined, mask, tuple(images))
 
 
 def encode_conversations(

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,10 +11,29 @@ from tensordict import TensorDict
 
 from nemo_rl import batch as keys
 from nemo_rl.data.prompt_loader import epoch_order
+from nemo_rl.data.vision import ImageEncoder
 from nemo_rl.errors import DataError
-from nemo_rl.types import TrainingBatch
+from nemo_rl.image_features import PlacedImage
+from nemo_rl.types import ImagePart, TrainingBatch
 
 MASKED_TOKENS = 4  # what is computed of a masked sample
+
+
+@dataclass(frozen=True, slots=True)
+class SampleImage:
+    """An image of a sample: its file, which is encoded again for each batch that has it, and its placeholder tokens."""
+
+    image: ImagePart
+    positions: tuple[int, ...]
+
+    def encoded(self, images: ImageEncoder) -> PlacedImage:
+        """Return the image with its features."""
+        return PlacedImage(images.encode(self.image).features, self.positions)
+
+
+def shift_images(images: Sequence[SampleImage], offset: int) -> tuple[SampleImage, ...]:
+    """Return images of a sequence that `offset` tokens precede."""
+    return tuple(replace(each, positions=tuple(at + offset for at in each.positions)) for each in images)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +42,7 @@ class SupervisedSample:
 
     token_ids: np.ndarray  # [T] int32
     token_mask: np.ndarray  # [T] bool; true on the assistant's tokens, including the end of each turn
+    images: tuple[SampleImage, ...] = ()
     is_masked: bool = False  # too long: it keeps its place in a batch, with no weight in the loss
 
     @property
@@ -35,16 +55,19 @@ class SupervisedSample:
         after_context = np.flatnonzero(~self.token_mask)
         last = np.flatnonzero(self.token_mask)[-1] if self.token_mask.any() else -1
         start = after_context[after_context < last][-1] + 1 if (after_context < last).any() else 0
-        return SupervisedSample(self.token_ids, self.token_mask & (np.arange(len(self.token_mask)) >= start))
+        return replace(self, token_mask=self.token_mask & (np.arange(len(self.token_mask)) >= start))
 
     def truncate(self, max_tokens: int) -> "SupervisedSample":
-        """Return the first `max_tokens` tokens."""
-        return SupervisedSample(self.token_ids[:max_tokens], self.token_mask[:max_tokens])
+        """Return the first `max_tokens` tokens, or fewer: none of an image that they would cut."""
+        cut = [image.positions[0] for image in self.images if image.positions[-1] >= max_tokens]
+        end = min([max_tokens, *cut])
+        kept = tuple(image for image in self.images if image.positions[-1] < end)
+        return SupervisedSample(self.token_ids[:end], self.token_mask[:end], kept)
 
     def masked(self) -> "SupervisedSample":
         """Return a sample of a few tokens in place of one that is too long."""
-        short = self.truncate(MASKED_TOKENS)
-        return SupervisedSample(short.token_ids, short.token_mask & False, is_masked=True)
+        token_ids = self.token_ids[:MASKED_TOKENS]
+        return SupervisedSample(token_ids, np.zeros(len(token_ids), bool), is_masked=True)
 
     def with_edges(self, first: int | None, last: int | None) -> "SupervisedSample":
         """Return the sample that begins with the token `first`, not trained on, and ends with `last`, which is."""
@@ -52,7 +75,7 @@ class SupervisedSample:
         after = [] if last is None or self.token_ids[-1] == last else [last]
         token_ids = np.concatenate([np.array(before, np.int32), self.token_ids, np.array(after, np.int32)])
         edges = (np.zeros(len(before), bool), self.token_mask, np.ones(len(after), bool))
-        return SupervisedSample(token_ids, np.concatenate(edges))
+        return SupervisedSample(token_ids, np.concatenate(edges), shift_images(self.images, len(before)))
 
     def with_openings(self, num_tokens: int) -> "SupervisedSample":
         """Return the sample whose trained parts begin `num_tokens` tokens earlier."""
@@ -60,7 +83,7 @@ class SupervisedSample:
         starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
         for start in starts:
             mask[max(start - num_tokens, 0) : start] = True
-        return SupervisedSample(self.token_ids, mask)
+        return replace(self, token_mask=mask)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,8 +129,11 @@ def make_pair_batch(samples: Sequence[TokenizedExample]) -> TrainingBatch:
     return batch.update({keys.GROUP_ID: index // 2, keys.PREFERENCE: (1 - 2 * (index % 2)).float()})
 
 
-def make_supervised_batch(samples: Sequence[TokenizedExample]) -> TrainingBatch:
-    """Return the samples' token sequences as a right-padded batch, each a group of its own."""
+def make_supervised_batch(samples: Sequence[TokenizedExample], images: ImageEncoder | None = None) -> TrainingBatch:
+    """Return the samples' token sequences as a right-padded batch, each a group of its own.
+
+    `images` encodes those of the samples; None if they have none.
+    """
     rows = [row for sample in samples for row in sample.rows]
     lengths = np.array([len(row.token_ids) for row in rows])
     token_ids = np.zeros((len(rows), lengths.max()), dtype=np.int64)
@@ -116,7 +142,7 @@ def make_supervised_batch(samples: Sequence[TokenizedExample]) -> TrainingBatch:
         token_ids[index, : lengths[index]] = row.token_ids
         token_mask[index, : lengths[index]] = row.token_mask
     token_mask[:, 0] = 0.0  # nothing comes before the first token, so nothing predicts it
-    return TensorDict(
+    batch = TensorDict(
         {
             keys.TOKEN_IDS: torch.from_numpy(token_ids),
             keys.TOKEN_MASK: torch.from_numpy(token_mask),
@@ -127,6 +153,9 @@ def make_supervised_batch(samples: Sequence[TokenizedExample]) -> TrainingBatch:
         },
         batch_size=[len(rows)],
     )
+    if images is not None:
+        keys.add_images(batch, [[each.encoded(images) for each in row.images] for row in rows])
+    return batch
 
 
 class SampleLoader:
@@ -181,4 +210,5 @@ def _fingerprint(samples: Sequence[TokenizedExample], *, shuffle: bool, seed: in
     for row in (row for sample in samples for row in sample.rows):
         digest.update(row.token_ids.tobytes())
         digest.update(row.token_mask.tobytes())
+        digest.update("".join(each.image.digest for each in row.images).encode())
     return digest.hexdigest()[:16]

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from nemo_rl.algorithms.cross_tokenizer_stage import TeacherTargetBuilder
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
 from nemo_rl.config.checks import uses_cross_tokenizer
-from nemo_rl.config.data import resolve_dataset
+from nemo_rl.config.data import BaseDataConfig, resolve_dataset
 from nemo_rl.config.images import VISION_MODEL_TYPES
 from nemo_rl.config.master import DistillationRunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.moe import check_moe
@@ -22,6 +22,8 @@ from nemo_rl.distributed.vision_towers import sees
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.policy.hf_model import load_config
+
+READS_TEXT = "policy.model_name reads text; allowed: {} or a model of type " + ", ".join(VISION_MODEL_TYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +87,20 @@ def check_vision(policy: PolicyConfig, model: PreTrainedConfig) -> None:
 
 def check_images_are_seen(config: RolloutRunConfig, encoder: ChatEncoder) -> None:
     """Raise ConfigError for rows or environments with images and a policy that reads text."""
-    problem, kinds = "policy.model_name reads text; allowed", f"or a model of type {', '.join(VISION_MODEL_TYPES)}"
-    if encoder.images is not None:
-        return
     for name, environment in config.env.items():
-        if environment.shows_images:
-            raise ConfigError(f"env.{name}.images", True, f"{problem}: false, {kinds}")
-    for key, own in config.data.datasets:
-        section = resolve_dataset(own, config.data.default, key=key)[1].images
-        if section is not None and not encoder.is_rendered_by_server:
-            raise ConfigError(f"{key}.images", section.model_dump(exclude_unset=True), f"{problem}: null, {kinds}")
+        if environment.shows_images and encoder.images is None:
+            raise ConfigError(f"env.{name}.images", True, READS_TEXT.format("false,"))
+    check_image_rows(config.data, encoder)
+
+
+def check_image_rows(data: BaseDataConfig, encoder: ChatEncoder) -> None:
+    """Raise ConfigError for rows with images and a policy that reads text."""
+    if encoder.images is not None or encoder.is_rendered_by_server:
+        return
+    for key, own in data.datasets:
+        section = resolve_dataset(own, data.default, key=key)[1].images
+        if section is not None:
+            raise ConfigError(f"{key}.images", section.model_dump(exclude_unset=True), READS_TEXT.format("null,"))
 
 
 def check_router_replay(policy: PolicyConfig, model: PreTrainedConfig) -> None:

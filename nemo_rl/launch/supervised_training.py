@@ -19,7 +19,7 @@ from nemo_rl.data.supervised_samples import SampleLoader, SupervisedDataset
 from nemo_rl.interfaces import Logger
 from nemo_rl.launch.memory_plan import memory_plan
 from nemo_rl.launch.out_of_memory import advise_on_memory
-from nemo_rl.launch.resolved_model import resolve_policy
+from nemo_rl.launch.resolved_model import check_image_rows, resolve_policy
 from nemo_rl.launch.resolved_run import find_layout
 from nemo_rl.launch.training import open_checkpoints, open_console, open_records, write_summary
 from nemo_rl.launch.workers import open_policy
@@ -49,6 +49,7 @@ async def open_supervised(config: SupervisedRunConfig) -> AsyncIterator[Supervis
     check_optimizer(config.policy)
     encode = _read_examples(config)
     model = await resolve_policy(config.policy)
+    check_image_rows(config.data, model.encoder)
     train, *validation = encode(model.encoder)
     memory_plan(config, layout).log_problems()
     async with AsyncExitStack() as stack:
@@ -64,7 +65,7 @@ async def open_supervised(config: SupervisedRunConfig) -> AsyncIterator[Supervis
         )
         yield SupervisedRun(
             config=config,
-            objective=make_objective(config),
+            objective=make_objective(config, model.encoder),
             run_dir=run_dir,
             num_steps=num_supervised_steps(config, len(train.samples)),
             source=make_source(config, train),
@@ -81,9 +82,9 @@ async def open_supervised(config: SupervisedRunConfig) -> AsyncIterator[Supervis
         )
 
 
-def make_objective(config: SupervisedRunConfig) -> Objective:
+def make_objective(config: SupervisedRunConfig, encoder: ChatEncoder) -> Objective:
     """Return what the algorithm of the configuration learns from its samples."""
-    return DPOObjective(config.dpo) if isinstance(config, DPORunConfig) else SFTObjective()
+    return DPOObjective(config.dpo) if isinstance(config, DPORunConfig) else SFTObjective(encoder.images)
 
 
 def _read_examples(config: SupervisedRunConfig) -> Callable[[ChatEncoder], list[SupervisedDataset]]:

@@ -53,7 +53,7 @@ def _load_rows(section: DatasetConfig, seed: int) -> Iterator[Row]:
     for count, drawn in zip(counts, shown, strict=True):
         url = f"data:image/png;base64,{base64.b64encode(draw_squares(drawn, rng)).decode()}"
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
-        yield {"messages": [{"role": "user", "content": content}], "answer": str(count)}
+        yield {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": str(count)}]}
 
 
 COUNTED_SQUARES = DatasetEntry(

@@ -1,0 +1,62 @@
+"""Runs with images through the command line: memory over many steps, and supervised training."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.functional.cli import ROOT, run_command_line
+
+pytestmark = pytest.mark.timeout(600)
+NUM_STEPS, NUM_PROMPTS = 12, 4
+COUNTING = '''
+import gc
+
+from nemo_rl.data import vision
+from nemo_rl.image_features import ImageFeatures
+
+vision.KEPT_BYTES = 1  # keeps the last image alone, as a run of large images does
+
+
+def counting(messages, metadata):
+    """Reward right answers; note the images whose features this process holds."""
+    held = sum(type(each) is ImageFeatures for each in gc.get_objects())
+    with open("@file@", "a") as file:
+        file.write(f"{held}\\n")
+    return float(messages[-1]["content"].strip() == metadata["answer"])
+'''
+
+
+def test_features_of_images_are_held_for_a_step_or_two(tmp_path: Path) -> None:
+    """Each step has other pictures: were they held for longer, their number would grow."""
+    (tmp_path / "counted.py").write_text(COUNTING.replace("@file@", str(tmp_path / "held")))
+    done = run_command_line(
+        ROOT / "examples" / "run_grpo.py", tmp_path / "logs", "--config", "vision.yaml",
+        f"grpo.num_prompts_per_step={NUM_PROMPTS}", "grpo.num_generations_per_prompt=2",
+        f"grpo.max_num_steps={NUM_STEPS}", "grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0",
+        f"data.train.size={NUM_STEPS * NUM_PROMPTS}", "checkpointing.enabled=false", "data.default.env_name=counted",
+        "++env.counted={type: counted:counting}", PYTHONPATH=str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    held = [int(line) for line in (tmp_path / "held").read_text().split()]
+    assert len(held) == NUM_STEPS * NUM_PROMPTS * 2
+    steps = [max(held[start : start + NUM_PROMPTS * 2]) for start in range(0, len(held), NUM_PROMPTS * 2)]
+    assert min(steps) >= NUM_PROMPTS
+    assert max(steps[NUM_STEPS // 2 :]) <= max(steps[: NUM_STEPS // 2])
+
+
+def test_supervised_training_counts_squares(tmp_path: Path) -> None:
+    """In packs of several pictures. The answer and its end are trained on: blind, the loss stays above ln(4) / 2."""
+    done = run_command_line(
+        ROOT / "examples" / "run_sft.py", tmp_path / "logs", "--config", "sft_quickstart.yaml",
+        "policy.model_name=nemo_rl/quickstart-vision", "policy.max_total_sequence_length=32",
+        "policy.optimizer.kwargs.lr=5.0e-3", "++policy.sequence_packing.enabled=true",
+        "++policy.sequence_packing.train_mb_tokens=512", "policy.train_micro_batch_size=1", "data={}",
+        "++data.train={dataset_name: counted_squares, size: 4800}",
+        "++data.validation={dataset_name: counted_squares, size: 100, seed: 1234}",
+        "sft.max_num_steps=75", "sft.val_period=75", "sft.val_at_start=true", "checkpointing.enabled=false",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [step["validation/loss"] for step in done.metrics().values() if "validation/loss" in step]
+    assert losses[0] > math.log(4) / 2
+    assert losses[-1] < 0.5
