@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -66,6 +67,11 @@ def image_only(processor_class: type) -> Any:
 def _processor_class(model_path: str) -> Any:
     config = AutoConfig.from_pretrained(model_path)
     return image_only(Qwen2_5_VLProcessor) if config.model_type == "qwen2_5_vl" else AutoProcessor
+
+
+def save_processor(model_path: str, directory: Path) -> None:
+    """Write the processor of a model that sees beside weights that were trained from it."""
+    _processor_class(model_path).from_pretrained(model_path, backend="pil").save_pretrained(directory)
 
 
 class ImageEncoder:

@@ -26,6 +26,7 @@ from nemo_rl.config.policy import PolicyConfig, TeacherConfig
 from nemo_rl.device_peaks import peaks_of
 from nemo_rl.distributed.devices import memory_of_device, name_of_device, prepare_allocator, resolve_device
 from nemo_rl.distributed.float32 import allow_bfloat16_units
+from nemo_rl.distributed.vision_towers import sees
 from nemo_rl.errors import CheckpointError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
@@ -254,6 +255,7 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
             num_samples_per_step, config.train_global_batch_size
         )
         self._tokenizer = tokenizer
+        self._model_path = model_path
         self._saving = BackgroundSave(self.device)
         torch.manual_seed(seed)
         self._build_model(model_path, temperature=temperature, needs_reference=needs_reference, seed=seed)
@@ -415,6 +417,10 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         copies = self._saving.copy_weights(self._named_weights(torch.float32), is_rank0=self._is_rank0)
         if self._is_rank0:
             self._saving.begin_weights(copies, self._model, path / "weights", config_dtype=self.config.precision)
+        if self._is_rank0 and sees(self._model.config):
+            from nemo_rl.data.vision import save_processor  # takes a second, and few models need it
+
+            save_processor(self._model_path, path / "weights")
         if self._is_rank0 and self._tokenizer is not None:
             self._tokenizer.save_pretrained(path / "weights")
 

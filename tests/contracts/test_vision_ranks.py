@@ -37,6 +37,19 @@ def picture_batch(path: Path) -> TensorDict:
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
+def test_a_checkpoint_is_a_model_that_sees(kind: str, pool: RankPool, tmp_path: Path) -> None:
+    save_vision_model(kind, tmp_path / "model")
+    calls = [("save", tmp_path / "saved", {"save_optimizer": False}), ("finish_save",)]
+    Layouts(pool, {kind: tmp_path / "model"})("plain", kind, *calls)
+    first, again = (ImageEncoder.load(str(tmp_path / path)) for path in ("model", "saved/weights"))
+    assert first.encode(picture(1)).text == again.encode(picture(1)).text
+    arrays = (encoder.encode(picture(1)).features.arrays for encoder in (first, again))
+    for own, read in zip(*(each.items() for each in arrays), strict=True):
+        assert own[0] == read[0]
+        assert (own[1] == read[1]).all()
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_two_ranks_are_as_one(kind: str, packed: bool, pool: RankPool, tmp_path: Path) -> None:
     save_vision_model(kind, tmp_path)
