@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nemo_rl.config.shared_sections import GatewayConfig
@@ -11,9 +12,11 @@ from nemo_rl.experience.gym_runtime import GymRuntime
 from nemo_rl.experience.nemo_gym_rollouts import run_nemo_gym_rollouts
 from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutLimits, RolloutOptions
 from nemo_rl.experience.turns import RolloutJob
+from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.manager import GatewayManager
 from nemo_rl.types import Message, Prompt, Trajectory
-from tests.unit.gateway.engines import SpeakingGeneration, codec_of, encoder_of, rules
+from tests.fakes.generation import FakeGeneration
+from tests.unit.gateway.engines import codec_of, rules
 
 TEMPLATE = "qwen3"  # renders tools
 KEY_VARIABLE = "KEY_OF_THE_RUN"  # environment variable that a test sets to real_gym.POLICY_API_KEY
@@ -24,7 +27,8 @@ MAX_MODEL_LEN = 4_000_000  # tokens are bytes
 def run_rows(
     rows: Sequence[tuple[str, dict[str, Any]]],
     *,
-    engine: SpeakingGeneration,
+    engine: FakeGeneration,
+    codec: Codec | None = None,
     head_url: str,
     port: int,
     leaves_calls: bool = False,
@@ -33,13 +37,18 @@ def run_rows(
 ) -> tuple[Trajectory, ...]:
     """Return one rollout per (agent, row), in order; no session may be left in the gateway.
 
+    `codec` is that of TEMPLATE by default.
+
     Nor may a call without a session, unless `leaves_calls`: judges make some that no reply names.
     """
 
     async def main() -> tuple[Trajectory, ...]:
+        spoken = codec or codec_of(TEMPLATE)
         the_rules = rules(TEMPLATE, max_model_len=MAX_MODEL_LEN, max_new_tokens=65_536)
+        sampling = replace(the_rules.sampling, stop_token_ids=spoken.encoder.stop_token_ids)
+        the_rules = replace(the_rules, sampling=sampling)
         manager = await GatewayManager.start(
-            engine, codec_of(TEMPLATE), the_rules, GatewayConfig(port=port, token_env=KEY_VARIABLE)
+            engine, spoken, the_rules, GatewayConfig(port=port, token_env=KEY_VARIABLE)
         )
         settings: dict[str, Any] = {
             "timeout_s": 60.0,
@@ -53,7 +62,7 @@ def run_rows(
             await client.connect({agent for agent, _ in rows})
             limits = RolloutLimits(max_turns=1, max_total_length=MAX_MODEL_LEN)
             runtime = GymRuntime(client, manager, max_concurrency=16)
-            dependencies = RolloutDependencies(engine, {}, encoder_of(TEMPLATE), limits, gyms={"gym": runtime})
+            dependencies = RolloutDependencies(engine, {}, spoken.encoder, limits, gyms={"gym": runtime})
             jobs = []
             for index, (agent, row) in enumerate(rows):
                 sent = {**row, "agent_ref": {"type": "responses_api_agents", "name": agent}}
