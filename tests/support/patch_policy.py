@@ -2,7 +2,8 @@
 
 The policy is taught by demonstrations that the harness itself records: against a scripted engine it runs each patch on
 each task. Lines of its prompts and the scripted replies become tokens, so that a prompt of 50,000 bytes has a few
-hundred tokens and a reply is one. The demonstrations have every patch on every task, so the policy begins by guessing.
+hundred tokens and a reply is one. The demonstrations have every patch on every task, the right one twice, so the policy
+begins by guessing, right half of the time.
 """
 
 import asyncio
@@ -92,7 +93,7 @@ def reply(prompt: str, patch: str, steps: Sequence[str]) -> str:
 
 
 def demonstrate(section: HarborConfig, tasks: Sequence[Path]) -> list[str]:
-    """Return the text of each history when the harness runs each patch on each task."""
+    """Return the text of each history when the harness runs each patch on each task, the right one twice."""
 
     async def main() -> list[str]:
         texts: list[str] = []
@@ -114,7 +115,7 @@ def demonstrate(section: HarborConfig, tasks: Sequence[Path]) -> list[str]:
                 tokenizer = byte_tokenizer(TEMPLATE)
                 for chain in server.close_session(session_id).chains():
                     ids = [i for m in chain.message_log for i in m.token_ids]
-                    texts.append(str(tokenizer.decode(ids, skip_special_tokens=False)))
+                    texts += [str(tokenizer.decode(ids, skip_special_tokens=False))] * (2 if is_right else 1)
             finally:
                 await server.close()
         return texts
