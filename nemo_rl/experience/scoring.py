@@ -87,7 +87,9 @@ class Scoring:
             name, lowest = weighted.name, self.lowest.get(weighted.name, 0.0)
             if isinstance(score, Failure):
                 failure = replace(score, cause=f"{name}: {score.cause}")
-                return replace(trajectory, rewards={}, failure=failure, stop_reason=StopReason.FAILED)
+                return replace(
+                    trajectory, rewards={}, policy_rewards={}, failure=failure, stop_reason=StopReason.FAILED
+                )
             if isinstance(score, ResponseFault):
                 faults.append(score.name)
                 reward = lowest
@@ -95,7 +97,8 @@ class Scoring:
                 reward = weighted.weight * score
             self.lowest[name] = min(lowest, reward)
             rewards[name] = rewards.get(name, 0.0) + reward
-        return replace(trajectory, rewards=rewards, response_faults=tuple(dict.fromkeys(faults)))
+        own = dict.fromkeys(trajectory.policy_rewards, rewards)  # scorers are refused if several policies speak
+        return replace(trajectory, rewards=rewards, policy_rewards=own, response_faults=tuple(dict.fromkeys(faults)))
 
 
 def make_score_request(trajectory: Trajectory) -> ScoreRequest:

@@ -45,16 +45,15 @@ def evaluation_recipe(trained: TrainedModel) -> dict[str, Any]:
         raise ConfigError(
             "RUN", str(trained.checkpoint.path), "trained on no prompts; expected a run of grpo or distill"
         )
-    if len(names := trained.own_adapters) > 1:
-        problem = (
-            f"has several policies ({', '.join(names)}), whose environments `eval` cannot play; expected a recipe "
-        )
-        raise ConfigError("RUN", str(trained.checkpoint.path), f"{problem}with server.adapters")
+    adapters = {} if trained.has_weights else trained.own_adapters
+    if len(adapters) > 1:
+        problem = f"has several policies ({', '.join(adapters)}), whose environments `eval` cannot play"
+        raise ConfigError("RUN", str(trained.checkpoint.path), f"{problem}; expected a recipe with server.adapters")
     policy, server = _of_schema(trained.policy, SampledModelConfig), _engine(trained.policy["generation"])
-    if trained.has_weights or trained.adapter is None:
+    if not adapters:
         policy["model_name"] = str(trained.checkpoint.path)
-    else:
-        server |= {"adapters": {trained.name: str(trained.adapter)}, "model": trained.name}
+    for name, adapter in adapters.items():
+        server |= {"adapters": {name: str(adapter)}, "model": name}
     policy["generation"] = _of_schema(trained.policy["generation"], SamplingConfig) | _validation_sampling(algorithm)
     shared = {name: config[name] for name in ("env", "scorers", "reward_model", "gateway") if name in config}
     data = _validation_data(config["data"], algorithm)

@@ -46,6 +46,19 @@ def test_scores_add_to_the_rewards_of_the_environment_by_name_and_weight(schedul
     assert sorted(t.rewards["number"] for t in reported) == [0.0, 2.0, 4.0, 6.0]
 
 
+def test_scores_are_those_of_the_policy_that_speaks() -> None:
+    (one, *_) = rollouts(run_async_multi_turn_rollout, Scoring())
+    spoke = replace(one, policy_rewards={"first": one.rewards})
+
+    async def scored(scorer: Scorer) -> Trajectory:
+        return await scoring(judge=scorer).score(spoke, StallWatchdog(60))
+
+    good = asyncio.run(scored(FakeScorer(lambda request: 3.0)))
+    assert good.policy_rewards == {"first": good.rewards} == {"first": {**one.rewards, "judge": 6.0}}
+    bad = asyncio.run(scored(FakeScorer(lambda request: Failure(FailureClass.REWARD, "no score"))))
+    assert (bad.rewards, bad.policy_rewards) == ({}, {})
+
+
 def test_tasks_without_scorers_are_not_scored() -> None:
     number = FakeScorer()
     trajectories = rollouts(run_async_multi_turn_rollout, scoring(number=number), tasks=("game", "other"))
