@@ -22,7 +22,7 @@ from tests.support.patch_policy import BUGS, demonstrate, teach, write_tasks
 STEPS = 20
 DEADLINE_S = 3000.0
 SCRIPT = Path(__file__).with_name("recorded_grpo.py")
-SETTINGS = {"mini_swe_agent": (4, 1.0e-3), "codex": (4, 1.0e-3)}  # rollouts per task and step, learning rate
+SETTINGS = {"mini_swe_agent": (4, 3.0e-4), "codex": (4, 3.0e-4)}  # rollouts per task and step, learning rate
 
 pytestmark = [
     pytest.mark.slow,
