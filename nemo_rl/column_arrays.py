@@ -19,7 +19,7 @@ def missing_value(dtype: np.dtype) -> float:
 
 
 def id_dtype(count: int) -> np.dtype:
-    """Return the smallest unsigned dtype for ids below `count` in which `missing_value` is none of them.
+    """Return the smallest unsigned dtype for ids below `count` in which `missing_value` is not one of them.
 
     Example: uint8 for 255 experts, uint16 for 256.
     """
@@ -27,7 +27,7 @@ def id_dtype(count: int) -> np.dtype:
 
 
 def stack(parts: Sequence[np.ndarray | None], lengths: Sequence[int]) -> np.ndarray:
-    """Return one column from parts of `lengths[i]` tokens, None where missing; the last axis is padded to the widest.
+    """Return one column from parts of `lengths[i]` tokens, None if missing; the last axis is padded to the widest.
 
     Raises ValueError for parts of other lengths, dtypes or shapes of a row (but for the last axis).
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageFeatures:
-    """What the processor of a model family makes of one image; equal to that of the same file."""
+    """Output of a model family's processor for one image; equal to that of the same file."""
 
     digest: str  # SHA-256 of the image's file
     # Under the processor's names, without an axis of samples. Tiles: pixel_values [n, C, H, W] and pixel_attention_mask

@@ -82,7 +82,7 @@ class Agent(Protocol):
 
 
 class WeightTarget(Protocol):
-    """What a transport delivers weights to."""
+    """A receiver of weights from a transport."""
 
     async def update_weights(self, manifest: Weights, weight_version: int) -> None:
         """Load the weights of `manifest`."""
@@ -188,7 +188,7 @@ class Teacher(Protocol):
 
 
 class WeightSource(Protocol):
-    """What a transport takes weights from."""
+    """A provider of weights for a transport."""
 
     async def run_with_weights(self, use: "WeightUse[ResultT]") -> ResultT:
         """Call `use` in the process of the weights with (Hugging Face name, tensor) pairs in the engines' dtype."""

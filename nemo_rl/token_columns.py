@@ -2,7 +2,7 @@
 
 A column is a named array whose first axis is tokens: the experts that a token went to, the set that it was drawn from.
 Its dtype and the shape of a row are the engine's. An entry that nobody gave is the largest value of an unsigned dtype,
--1 of a signed one and NaN of a floating one (`column_arrays.missing_value`); the trainer decides for itself where a
+-1 of a signed one and NaN of a floating one (`column_arrays.missing_value`); the trainer decides for itself if a
 whole row is missing. A further column is a further name: nothing between engine and trainer knows which there are.
 
 The arrays are NumPy's, which is imported with the first of them.

@@ -127,7 +127,7 @@ class Span(SpanContext):
 
 
 class _NoSpan:
-    """What stands for a span without a tracer."""
+    """Stand-in for a span without a tracer."""
 
     __slots__ = ()
 

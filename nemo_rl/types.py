@@ -228,7 +228,7 @@ def add_columns(log: Sequence[TokenizedMessage], columns: TokenColumns) -> Messa
     """Return the log with the columns of a request and its response, which cover the log's first tokens.
 
     Encoded tokens take the request's rows. A sampled token keeps the row of the request that sampled it, and takes one
-    where that has none: the last token of a response is computed by the next request.
+    if that has none: the last token of a response is computed by the next request.
     """
     if not columns:
         return tuple(log)

@@ -1,6 +1,6 @@
 """Access control, connection deadlines and the listener of all HTTP servers of this package, on aiohttp.
 
-    guard = Guard(host, token=token, allowed_hosts=["proxy.example"])   # or make_token() where is_exposed(host)
+    guard = Guard(host, token=token, allowed_hosts=["proxy.example"])   # or make_token() if is_exposed(host)
     app = web.Application(middlewares=[guard.middleware])
     listening = await accept(runner.server, open_listener(host, port), max_connections=1024)
 

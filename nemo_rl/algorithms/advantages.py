@@ -284,9 +284,9 @@ def baseline_and_std(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and unbiased std of each reward's group, or of its others with `leave_one_out`: [N] float64 each.
 
-    `group` [N] counts from 0 without gaps. Where no other reward exists the mean is the reward itself; the std is 0
+    `group` [N] counts from 0 without gaps. If no other reward exists the mean is the reward itself; the std is 0
     if fewer than two rewards define it, and if it is zero but for rounding. Otherwise the std of the others is
-    at least `min_std_share` of that of the whole group: half of it bounds |r - mean| / std by 2 sqrt(G), where others
+    at least `min_std_share` of that of the whole group: half of it bounds |r - mean| / std by 2 sqrt(G), if others
     that are nearly equal would make it as large as they are close.
 
     Example: leave-one-out of one group [1, 2, 3]: means [2.5, 2, 1.5], stds [.7071, 1.4142, .7071]; of

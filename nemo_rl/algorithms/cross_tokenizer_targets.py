@@ -102,7 +102,7 @@ def prefix_targets(response: AlignedResponse, scores: TeacherScores, token_map: 
     bytes from there to o. Each teacher token v that begins with r goes to the student's longest token that the rest of
     v begins with, with weight q(v); so do likely tokens at earlier places that would have held the text up to o and
     more, with their probability over that of the tokens read in their stead. All is divided by the sum of the weights,
-    including tokens that end at o, whose continuation is unknown. Where the student's token reaches beyond the
+    including tokens that end at o, whose continuation is unknown. If the student's token reaches beyond the
     teacher's, it gets what the chain rule gives its text along the teacher's tokens, and the token that would have had
     this share gives it up. W is K + 1.
     """

@@ -34,7 +34,7 @@ class ProfileComparison:
 def compare(first: Profile, second: Profile) -> ProfileComparison:
     """Compare `second` with `first` in every dataset and quantity that both have.
 
-    Where both have the same data (the `data` of their identities) tasks are compared one by one, which removes the
+    If both have the same data (the `data` of their identities) tasks are compared one by one, which removes the
     difficulty of the tasks from the standard error; otherwise the means are compared.
     """
     runs = [profile.table.manifest.run for profile in (first, second)]

@@ -167,7 +167,7 @@ def _rename_fused_adam(key: str, optimizer: Any, report: Report) -> None:
     for name in [name for name in kwargs if name not in ADAM_KWARGS]:
         report.skip(f"{key}.kwargs.{name}", kwargs.pop(name), FLOAT32)
     optimizer["name"] = "torch.optim.AdamW"
-    optimizer["kwargs"] = {"lr": 1e-3, "weight_decay": 0.0} | kwargs  # where torch's defaults are others
+    optimizer["kwargs"] = {"lr": 1e-3, "weight_decay": 0.0} | kwargs  # if torch's defaults differ
     report.skip(f"{key}.name", FUSED_ADAM, FLOAT32)
 
 

@@ -1,6 +1,6 @@
 """NeMo-RL's keys of experts: `policy.megatron_cfg.freeze_moe_router` and `moe_*` as `policy.moe`, and their layout.
 
-Its recipes write them for dense models too, where they ask for nothing: the table (keys.yaml) drops what is left.
+Its recipes write them for dense models too, and ask for nothing then: the table (keys.yaml) drops what is left.
 """
 
 from typing import Any

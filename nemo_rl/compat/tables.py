@@ -177,7 +177,7 @@ def find_named_models(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
 
 
 def reach(config: dict[str, Any], path: list[str]) -> dict[str, Any]:
-    """Return the mapping at a path; what is none on the way is replaced by an empty one."""
+    """Return the mapping at a path; any other value on the way is replaced by an empty mapping."""
     node = config
     for name in path:
         if not isinstance(node.get(name), dict):

@@ -8,7 +8,7 @@ from nemo_rl.config.kinds import Section
 from nemo_rl.errors import ConfigError
 
 VISION_MODEL_TYPES = ("idefics3", "qwen2_5_vl")  # types of models whose policies see
-MAX_BYTES, MAX_PIXELS = 2**26, 2**26  # of any image, whatever limits are configured
+MAX_BYTES, MAX_PIXELS = 2**26, 2**26  # per image, whatever limits are configured
 
 
 class ImageLimits(Section):

@@ -33,7 +33,7 @@ class DevicePool:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """How the ranks of a stage hold the experts of each layer."""
+    """The way in which the ranks of a stage hold the experts of each layer."""
 
     parallel: int = 1  # divide the experts among them
     tensor: int = 1  # share each expert

@@ -94,7 +94,7 @@ def _apply_moved(config: dict[str, Any], old: list[str], new: list[str], overrid
 
 
 def parse_override(text: str) -> Override:
-    """Return an override as Hydra parses it; raises ConfigError for text that is none.
+    """Return an override as Hydra parses it; raises ConfigError for any other text.
 
     Hydra's parser takes a fifth of a second to import, so plain forms do without it.
     """

@@ -103,7 +103,7 @@ class BackendConfig(Section):
     """
 
     TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_parallel_size"
-    ADAPTER_KEY: ClassVar[str] = ""  # of the section of LoRA; "": the backend has no adapters
+    ADAPTER_KEY: ClassVar[str] = ""  # the key of the section of LoRA; "": the backend has no adapters
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = None  # None: layers are not divided into stages
     NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
     REPLAYS_ROUTES: ClassVar[bool] = False  # routers of experts can replay routes (`policy.router_replay`)

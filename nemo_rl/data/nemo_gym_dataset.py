@@ -104,7 +104,7 @@ class NemoGymPromptMaker:
 def open_task(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a row of Gym's materialized form (nemo-gym 0.7) with its input's fields at the top level; else the row.
 
-    Raises DataError for a `task_id` or a `task_input` that is none.
+    Raises DataError for an invalid `task_id` or `task_input`.
 
     Example: {"task_id": {"taskset": "t", "task_id": "7"}, "task_input": {"answer": "B"}} becomes
     {"answer": "B", "_ng_task_id": {"taskset": "t", "task_id": "7"}}.

@@ -144,7 +144,7 @@ def encode_with_pieces(
 ) -> tuple[tuple[int, ...], list[bytes]]:
     """Return the tokens of a text and the part of the text that each stands for; the parts concatenate to the text.
 
-    The name of a special token is read as text. Where the tokens' own bytes are not the text (a normalizer rewrote it,
+    The name of a special token is read as text. If the tokens' own bytes are not the text (a normalizer rewrote it,
     a space was put before it), the parts are those that the tokenizer says it read, a character that several tokens
     share belonging to the first of them.
     """

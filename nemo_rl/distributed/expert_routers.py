@@ -27,7 +27,7 @@ def probabilities(logits: torch.Tensor, *, is_sigmoid: bool) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RouterKind:
-    """How a class of routers weights the experts of a token."""
+    """The way in which a class of routers weights the experts of a token."""
 
     model_type: str
     is_sigmoid: bool = False  # affinities are sigmoids of the logits, not their softmax

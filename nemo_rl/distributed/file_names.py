@@ -1,4 +1,4 @@
-"""Where a model's tensors are in its files: transformers renames some on loading, and stacks a layer's experts.
+"""Names of a model's tensors in its files: transformers renames some on loading, and stacks a layer's experts.
 
 Files and engines have one tensor per expert and projection, e.g. `mlp.experts.3.gate_proj.weight`; the module holds
 `mlp.experts.gate_up_proj` [experts, rows, columns]. Every weight travels under its name in files.

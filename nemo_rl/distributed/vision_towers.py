@@ -54,7 +54,7 @@ def shrink_tower(config: PreTrainedConfig) -> None:
 
 
 class TowerCall(Protocol):
-    """How the tower of one family is called."""
+    """Call of the tower of one family."""
 
     def features(self, base: Any, images: Sequence[ImageFeatures]) -> torch.Tensor:
         """Return the features of images [F, H], in order."""

@@ -94,7 +94,7 @@ def _torch_cuda() -> str | None:
 
 
 def _torch_architectures() -> tuple[str, ...]:
-    """Return what torch is built for; nothing on a machine without a GPU, where importing torch is no use."""
+    """Return what torch is built for; nothing on a machine without a GPU: importing torch would be of no use."""
     if driver_version() is None or not _is_installed("torch"):
         return ()
     import torch

@@ -107,7 +107,7 @@ class BlockingCalls:
     def _add_threads(self, num_ended: int) -> None:
         """Add threads for the calls that wait, for 1 ms at most: each start waits until the new thread has had the GIL.
 
-        Where the system refuses one, those that there are make the calls.
+        If the system refuses one, the existing threads make the calls.
         """
         self._timer = None
         if not self._waiting:

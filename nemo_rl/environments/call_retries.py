@@ -21,7 +21,7 @@ StateT = TypeVar("StateT")
 
 @dataclass(slots=True)
 class CallRetries:
-    """How often calls that raised are made again, until when, and whether that has been said."""
+    """Retries of calls that raised: how often, until when, and whether that has been logged."""
 
     max_retries: int
     backoff_s: float  # before the first of them if nobody else's call raised; doubles

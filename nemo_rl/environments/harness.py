@@ -138,7 +138,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is started."""
+    """Command to start."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]

@@ -2,7 +2,7 @@
 
 Verifiers of reasoning_gym hand answers to `eval`, and to sympy's `parse_expr`, which does the same; so do rows of data.
 `refuse_other_code` makes this process refuse whatever such text could do beyond mathematics, whichever verifier
-evaluates it: the check stands where Python is about to run the code.
+evaluates it: the check comes right before Python runs the code.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Scores of reasoning_gym's verifiers, in a process of its own that evaluates nothing but mathematics.
 
-The verifiers are believed as far as they go; where they give a full score to answers that are wrong, a further check
+The verifiers' scores count; if they give a full score to answers that are wrong, a further check
 refuses these.
 """
 

@@ -13,7 +13,7 @@ On Linux (x86-64, ARM64), for any user and without privileges, the code
 - ends after `cpu_s` seconds of CPU time or `wall_s` seconds (some more if it disables its own alarm), holds at most
   `memory_bytes` of address space, and writes at most `FILE_BYTES` to each file, its output included (resource limits);
 
-and it sees no environment variable of the trainer. Where bubblewrap is installed and usable, all this runs inside its
+and it sees no environment variable of the trainer. If bubblewrap is installed and usable, all this runs inside its
 namespaces too. `isolation` tells which of these layers this machine has and what is not covered; on other systems than
 Linux the limits hold, and a Python audit hook prevents accidents but does not stop a determined attacker. A directory
 that cannot be removed is logged with its size, and tried again after the next call.

@@ -30,7 +30,7 @@ def step_to_record(result: EnvStep | Failure) -> dict[str, Any]:
 
 
 def parse_step(record: Mapping[str, Any]) -> EnvStep | Failure:
-    """Parse a record of `step_to_record`; raises KeyError, TypeError or ValueError if it is none."""
+    """Parse a record of `step_to_record`; raises KeyError, TypeError or ValueError for any other record."""
     if "failure_class" in record:
         return Failure(
             FailureClass(record["failure_class"]),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nemo_rl.environments.boundary import StepResult
 
 MIN_AREA = 1e-3
-THINKING_SHARE = 0.25  # of the reward `format`; the rest is for the answer's tags
+THINKING_SHARE = 0.25  # share of the reward `format` for thinking tags; the rest is for the answer's
 GEO3K_FORMAT = re.compile(r"</think>.*\\boxed\{.*\}", re.DOTALL)
 OPTIONS: Mapping[str, Mapping[str, type]] = {  # keyword arguments of each function
     "format": {"think_tag": str, "answer_tag": str},

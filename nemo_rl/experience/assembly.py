@@ -211,7 +211,7 @@ def _pad_rows(rows: Iterable[Sequence[float]], lengths: np.ndarray, dtype: torch
 
 
 def _columns(samples: Sequence[TrainingSample], *, width: int) -> TensorDict | None:
-    """Return each column as [B, T, ...], missing where a row has none; None if no row has any."""
+    """Return each column as [B, T, ...], missing if a row has none; None if no row has any."""
     names = {name: None for sample in samples for name in sample.columns}
     if not names:
         return None

@@ -1,4 +1,4 @@
-"""What the rollouts of a run share, their limits, and the arguments of one call."""
+"""Dependencies that the rollouts of a run share, their limits, and the arguments of one call."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

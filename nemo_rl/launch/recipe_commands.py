@@ -140,7 +140,7 @@ class Job:
 
 
 def _check_vllm(config: object) -> None:
-    """Raise ConfigError if the run would start vLLM where it is not installed: before anything slow is imported."""
+    """Raise ConfigError if the run would start vLLM and it is not installed: before anything slow is imported."""
     key = vllm_key(config)
     if key is not None and importlib.util.find_spec("vllm") is None:
         problem = f"vLLM is not installed (docs/install.md); {key}=hf samples with transformers, and needs no more"

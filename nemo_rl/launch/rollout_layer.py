@@ -1,4 +1,4 @@
-"""What a rollout calls besides the engine: environments, scorers and agents, opened from their sections."""
+"""Components that a rollout calls besides the engine: environments, scorers and agents, opened from their sections."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack

@@ -16,8 +16,8 @@ from nemo_rl.config.shared_sections import CheckpointingConfig
 from nemo_rl.errors import CheckpointError, ConfigError
 
 METRICS_FILE = "metrics.jsonl"
-WEIGHTS, ADAPTER = "policy/weights", "policy/adapter"  # of a checkpoint
-POLICIES = "policy/adapters"  # of a checkpoint of several policies: a directory for each adapter, by name
+WEIGHTS, ADAPTER = "policy/weights", "policy/adapter"  # directories of a checkpoint
+POLICIES = "policy/adapters"  # a directory for each adapter by name, in a checkpoint of several policies
 CHECKPOINTS = "checkpoints"  # in a run directory, unless `checkpointing.checkpoint_dir` is set
 
 

@@ -1,4 +1,4 @@
-"""What asks for rollouts during training: the source of groups, and the validator."""
+"""Consumers of rollouts during training: the source of groups, and the validator."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -177,7 +177,7 @@ async def _started(
 ) -> AsyncIterator[Callable[[], Awaitable[Generation]]]:
     """Yield a function that returns the engines; with `at_once` they start now, beside what the block does.
 
-    On devices that policy and engines share they start after the policy: each measures the memory that is left. Where
+    On devices that policy and engines share they start after the policy: each measures the memory that is left. If
     the block fails, the start is cancelled, and engines that have started are closed.
     """
     if not at_once:

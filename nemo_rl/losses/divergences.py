@@ -113,7 +113,7 @@ class CrossTokenizerLoss:
 
         forward = sum q log(q / p) - q + p      reverse = sum p log(p / q) - p + q
 
-    the generalised Kullback-Leibler divergence (Csiszár 1991), 0 only where p = q, and the common one where both sum
+    the generalised Kullback-Leibler divergence (Csiszár 1991), 0 only if p = q, and the common one if both sum
     to 1. With `matching: identical` (GOLD) p is that of a span's first token times those of the span's later tokens,
     and `unmatched_weight` times the L1 distance of the sorted probabilities of unmatched tokens is added (ULD, arXiv
     2402.12030). A token without candidates adds nothing.

@@ -31,7 +31,7 @@ class PolicyTokens:
     ratio: torch.Tensor  # exp(log_ratio), with a gradient; [B, 1] if a sequence has one ratio
     clipped_ratio: torch.Tensor  # like `ratio`, within [1 - ratio_clip_min, 1 + ratio_clip_max]
     sampling_weights: torch.Tensor  # exp(prev - generation), truncated; or [B, 1]
-    out_of_bounds: torch.Tensor  # 1 where they were truncated
+    out_of_bounds: torch.Tensor  # 1 at truncated tokens
     entropy: torch.Tensor | None = None  # over the whole distribution, with a gradient, if the loss reads it
 
 
@@ -197,7 +197,7 @@ def _token_weights(
 def sampling_weights(
     prev_logprobs: torch.Tensor, generation_logprobs: torch.Tensor, mask: torch.Tensor, config: PolicyGradientLossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights exp(prev - generation) that correct for sampling by the engine, and where they were truncated.
+    """Return the weights exp(prev - generation) that correct for sampling by the engine, and the mask of truncation.
 
     All inputs are [B, T] and 0 where the mask is 0. Both results are [B, T], or [B, 1] for a sequence-level loss,
     whose weight is the exp of the sequence's sum. Neither has a gradient. Bounds are

@@ -131,7 +131,7 @@ CISPO = policy_gradient_entry(CISPOConfig, clip_weighted_logprob, unread=("force
 
 
 class SAPOConfig(PolicyGradientLossConfig):
-    """`loss_fn.type: sapo` (arXiv 2511.20347): a sigmoid of the ratio in place of the clip, steeper where A <= 0.
+    """`loss_fn.type: sapo` (arXiv 2511.20347): a sigmoid of the ratio in place of the clip, steeper if A <= 0.
 
     The clip bounds only serve the ratio's metrics.
     """
@@ -205,7 +205,7 @@ class DPPOConfig(PolicyGradientLossConfig):
     """`loss_fn.type: dppo` (arXiv 2602.04879): tokens whose probability moved too far get no gradient.
 
     The clip bounds are those of the divergence between the two Bernoulli distributions of this token and all others:
-    `ratio_clip_max` where A > 0 and the token gained, else `ratio_clip_min`.
+    `ratio_clip_max` if A > 0 and the token gained, else `ratio_clip_min`.
     """
 
     type: str = "dppo"
@@ -216,7 +216,7 @@ class DPPOConfig(PolicyGradientLossConfig):
 def held_within_divergence(tokens: "PolicyTokens", config: DPPOConfig) -> "torch.Tensor":
     """Return -A r of each token, 0 outside of the divergence's bounds; -A sg(min(r, c)) lp with `ratio_clip_c`: [B, T].
 
-    Both have the gradient of -A r where r is below c.
+    Both have the gradient of -A r if r is below c.
     """
     p = tokens.current.detach().exp()
     base = (tokens.current - tokens.log_ratio).detach().exp().clamp(max=1)

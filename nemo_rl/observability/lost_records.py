@@ -6,7 +6,7 @@ from nemo_rl.errors import RecordError
 
 
 class LostRecords:
-    """How many records each file of a run lacks."""
+    """Numbers of records that the files of a run lack."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

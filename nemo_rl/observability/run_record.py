@@ -35,7 +35,7 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What `run.json` says."""
+    """Content of `run.json`."""
 
     name: str  # logger.run_name, or that of the directory
     tags: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ _OTHER_FORMS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterDescription:
-    """What adapter_config.json says of an adapter."""
+    """Description of an adapter in adapter_config.json."""
 
     rank: int
     alpha: float

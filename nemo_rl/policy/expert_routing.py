@@ -1,4 +1,4 @@
-"""What the routers of the policy do: replay of the experts that the engine took, and metrics of their balance.
+"""Routing in the policy: replay of the experts that the engine took, and metrics of their balance.
 
 In bfloat16 a trainer sends some tokens to other experts than the engine did, which is the largest part of the
 difference of their log-probs. Under replay the recorded experts compute a token, weighted by the live scores of the
@@ -72,7 +72,7 @@ class ExpertRouting:
         routers = find_routers(model)
         self._shape = len(routers), max(router.num_experts for router in routers)
         self._config = config
-        self._routes: torch.Tensor | None = None  # [N, L, k] int64, below 0 where missing
+        self._routes: torch.Tensor | None = None  # [N, L, k] int64, below 0 if missing
         self._counted: torch.Tensor | None = None  # [N] bool
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # load [E], entropy of this micro-batch
         self._is_other: torch.Tensor | None = None  # [2, N] bool: used and live experts that differ from the recorded

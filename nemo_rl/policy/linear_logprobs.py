@@ -21,7 +21,7 @@ from nemo_rl.policy.log_softmax import RowGradients, RowStatistics, logits_gradi
 
 @dataclass(frozen=True, slots=True)
 class LinearOptions:
-    """How hidden states are scored."""
+    """Options of the scoring of hidden states."""
 
     scale: float  # factor of the logits
     entropy: bool  # compute it; otherwise zeros are returned

@@ -26,7 +26,7 @@ KERNEL_TOLERANCE = 1e-4  # for the kernels' log-probs and gradients on logits of
 
 
 class RowStatistics(NamedTuple):
-    """What one pass over the rows of scaled logits gives, in their dtype."""
+    """Results of one pass over the rows of scaled logits, in their dtype."""
 
     log_total: torch.Tensor  # [N] log-sum-exp
     entropy: torch.Tensor  # [N] nats; 0 unless asked for

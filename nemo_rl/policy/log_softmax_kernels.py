@@ -1,7 +1,7 @@
 """Triton kernels of log_softmax.py: one read of the logits for the statistics, one read and write for the gradient.
 
 A program has a row of V logits and reads it in blocks. Both are operators of PyTorch, so that fake tensors and
-torch.compile know them. Only imported where they run, or are checked in Triton's interpreter: it needs Triton.
+torch.compile know them. Only imported to run them, or to check them in Triton's interpreter: it needs Triton.
 """
 
 from typing import Any

@@ -179,7 +179,7 @@ class SupportsOptimizerStep(Protocol):
 class TrainedAdapters(Protocol):
     """A backend's LoRA adapters."""
 
-    scale: float  # of B A
+    scale: float  # factor of B A
     save_merged: bool  # checkpoints also hold the merged model
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from nemo_rl.trace.run_config import DEFAULT_MAX_NUM_SEQS, Config, algorithm_key
 from nemo_rl.trace.timeline import Timeline
 from nemo_rl.tracing import GENERATION
 
-MIN_SHARE = 0.05  # of a step; less is not worth a key
+MIN_SHARE = 0.05  # share of a step; less is not worth a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +19,13 @@ class Advice:
     """A bottleneck and what to do about it."""
 
     cause: str
-    seconds: float  # of a step that it takes
+    seconds: float  # seconds that it takes per step
     change: str  # the key, and its new value or its direction
-    gain_s: float  # of a step that the change saves, by the trace; an estimate
+    gain_s: float  # seconds that the change saves per step, estimated from the trace
     reason: str
-    values: Mapping[str, int | bool] = field(default_factory=dict)  # of the change, by key, if they are known
+    values: Mapping[str, int | bool] = field(
+        default_factory=dict
+    )  # values that the change sets, by key, if they are known
     is_planned: bool = False  # whether the gain is the planner's (planned_advice.py)
 
 

@@ -12,7 +12,7 @@ from nemo_rl.trace.timeline import Segment, Step, Timeline
 from nemo_rl.tracing import GENERATION
 
 TAIL = "generation: few rollouts left"
-TAIL_SHARE = 0.25  # of the most that ran at once in a wait, below which an engine is nearly empty
+TAIL_SHARE = 0.25  # an engine is nearly empty below this share of the most that ran at once in a wait
 NUM_WARM_UP_STEPS = 1  # left out if others follow: the first step compiles and fills caches
 
 
@@ -24,7 +24,7 @@ class Bubbles:
     step_s: float
     trainer_busy_s: float
     engine_busy_s: float  # at least one rollout waits for it
-    waits_s: Mapping[str, float]  # of the trainer, by cause, longest first
+    waits_s: Mapping[str, float]  # waits of the trainer by cause, longest first
     unaccounted_s: float  # in no phase
     longest: Sequence[Segment]  # the longest single links of critical paths
 

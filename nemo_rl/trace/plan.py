@@ -39,22 +39,22 @@ MAX_TOKENS = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the planner varies."""
+    """Values that the planner varies."""
 
-    num_prompts: int  # of a step
-    num_generations: int  # of a prompt
+    num_prompts: int  # prompts per step
+    num_generations: int  # rollouts per prompt
     age: int | None  # max_trajectory_age_steps in the background; None: collected before each step
     num_engines: int
-    max_num_seqs: int  # of an engine
+    max_num_seqs: int  # sequences at once per engine
     calls: Mapping[str, int]  # at once, of an environment or scorer by the name of its wait; absent: any number
-    micro_batch_scale: float = 1.0  # of its size, relative to the traced run's
+    micro_batch_scale: float = 1.0  # size of a micro-batch relative to the traced run's
     trainer_scale: float = 1.0  # ranks that share the samples, relative to the traced run's
     num_devices: int = 1  # that train and sample
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a schedule is expected to give."""
+    """Expected results of a schedule."""
 
     bubbles: Bubbles
     tokens_per_s: float  # sampled and trained

@@ -28,7 +28,7 @@ from nemo_rl.trace.workload import Workload, fit_workload
 DEFAULT_STEPS = 12
 MAX_PLANS = 256
 PRESENT = "as it is"  # name of the plan with the run's or the recipe's own values
-DEFAULT_TOKENS = 1000  # of a response of a recipe that has not run
+DEFAULT_TOKENS = 1000  # tokens per response of a recipe that has not run
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ class Comparison:
 
     run: str
     values: Values  # that differ from the planned run's
-    planned_s: float  # of a step
+    planned_s: float  # seconds per step
     measured_s: float
 
     @property

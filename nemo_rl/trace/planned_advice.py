@@ -1,4 +1,4 @@
-"""What the planner expects of an advice: the run's own work under the values that it names."""
+"""Planned effect of an advice: the run's own work under the values that it names."""
 
 from collections.abc import Sequence
 from dataclasses import replace

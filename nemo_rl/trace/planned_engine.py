@@ -23,7 +23,7 @@ class _Sequence:
 
 
 class TrainerState:
-    """Whether the policy computes now; engines that share its devices are slower meanwhile."""
+    """State of the trainer: while the policy computes, engines that share its devices are slower."""
 
     def __init__(self) -> None:
         self.is_training = False

@@ -13,7 +13,7 @@ MAX_VALUE = 1_000_000
 COLOCATED = "policy.generation.colocated.enabled"
 ENGINE_GPUS = "policy.generation.colocated.resources.gpus_per_node"
 
-Values: TypeAlias = Mapping[str, int | bool]  # of keys
+Values: TypeAlias = Mapping[str, int | bool]  # values by key
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the trace's readers know of a run's configuration."""
+"""Values of a run's configuration that readers of its trace use."""
 
 from collections.abc import Mapping
 from pathlib import Path

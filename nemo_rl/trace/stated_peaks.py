@@ -14,10 +14,10 @@ from nemo_rl.device_peaks import DevicePeaks
 from nemo_rl.policy.memory import ModelShape
 from nemo_rl.trace.workload import EngineCurve, PlannedRollout, PlannedTurn, TrainerCurve, Workload
 
-MEMORY_SHARE = 0.6  # of the memory's bandwidth that sampling reaches
-FLOPS_SHARE = 0.35  # of the peak that training reaches
+MEMORY_SHARE = 0.6  # share of the memory's bandwidth that sampling reaches
+FLOPS_SHARE = 0.35  # share of the peak that training reaches
 LINK_BYTES_PER_S = 25e9  # that a refit sends
-STEP_OVERHEAD_S = 0.004  # of a step of the engine beside the device: scheduling, sampling
+STEP_OVERHEAD_S = 0.004  # per step of the engine beside the device: scheduling, sampling
 LENGTH_SPREAD = 0.7  # standard deviation of the logarithm of lengths
 BYTES_PER_NUMBER = 2  # bfloat16
 NUM_GROUPS = 64  # whose lengths are drawn
@@ -25,7 +25,7 @@ NUM_GROUPS = 64  # whose lengths are drawn
 
 @dataclass(frozen=True, slots=True)
 class StatedDevices:
-    """What computes: `num_ranks` devices train, and each engine has `gpus_per_engine`."""
+    """Devices of a run: `num_ranks` devices train, and each engine has `gpus_per_engine`."""
 
     peaks: DevicePeaks
     num_ranks: int

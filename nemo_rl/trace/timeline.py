@@ -40,7 +40,7 @@ class Step:
     number: int
     start_ns: int
     end_ns: int
-    phases: Mapping[str, Sequence[Interval]]  # of the trainer, by name
+    phases: Mapping[str, Sequence[Interval]]  # phases of the trainer by name
 
     @property
     def seconds(self) -> float:
@@ -59,11 +59,11 @@ class Timeline:
 
     steps: list[Step]
     rollouts: list[SpanRecord]  # in the order of their ends
-    waits: Mapping[int, Sequence[SpanRecord]]  # of each rollout, by its span id, in order
-    generation: list[Interval]  # of single rollouts, in the order of their starts
+    waits: Mapping[int, Sequence[SpanRecord]]  # waits of each rollout by its span id, in order
+    generation: list[Interval]  # generation of single rollouts, in the order of their starts
     micro_batches: list[SpanRecord] = field(default_factory=list)
-    _ends: list[int] = field(init=False)  # of the rollouts
-    _longest_ns: int = field(init=False)  # of `generation`
+    _ends: list[int] = field(init=False)  # ends of the rollouts
+    _longest_ns: int = field(init=False)  # the longest interval of `generation`
 
     def __post_init__(self) -> None:
         self._ends = [rollout.end_ns for rollout in self.rollouts]

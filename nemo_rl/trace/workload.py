@@ -1,4 +1,4 @@
-"""What a traced run is made of: its rollouts, and how long its engine, its trainer and everything else take.
+"""Workload of a traced run: its rollouts, and how long its engine, its trainer and everything else take.
 
 Fitted to the spans of a trace by least squares, so that the planner can run other schedules of the same work.
 """
@@ -47,7 +47,7 @@ class EngineCurve:
 
     token_s: float
     sequence_s: float
-    request_s: float = 0.0  # of each request beside its tokens: prefill, HTTP
+    request_s: float = 0.0  # per request beside its tokens: prefill, HTTP
     beside_training_s: float = 0.0  # that a token takes longer while the policy computes
 
     def seconds(self, num_running: int, *, is_training: bool) -> float:
@@ -60,8 +60,8 @@ class TrainerCurve:
     """Seconds of the policy's passes over a step."""
 
     step_s: float  # whatever the step's size
-    micro_batch_s: float  # of each micro-batch
-    token_s: float  # of each sampled token
+    micro_batch_s: float  # per micro-batch
+    token_s: float  # per sampled token
     micro_batches_per_rollout: float
     beside_generation: float = 1.0  # factor while the engine samples
 
@@ -78,16 +78,18 @@ class Workload:
     groups: Sequence[Sequence[PlannedRollout]]  # in the order in which they began
     engine: EngineCurve
     trainer: TrainerCurve
-    phases_s: Mapping[str, float]  # of a step: what is neither training nor collection, by name
+    phases_s: Mapping[str, float]  # other phases of a step than training and collection, by name
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the traced run could do at once."""
+    """Limits of concurrency of the traced run."""
 
     num_sequences: int  # per engine
     num_engines: int
-    calls: Mapping[str, int]  # of an environment or scorer, by the name of its wait; absent: any number
+    calls: Mapping[
+        str, int
+    ]  # concurrent calls of an environment or scorer, by the name of its wait; absent: any number
 
 
 def fit_workload(timeline: Timeline, limits: Limits) -> Workload:
@@ -194,7 +196,7 @@ def _served(timeline: Timeline, num_places: int) -> dict[int, Interval]:
     Else the engine begins with the one that has waited longest.
     """
     waits = [wait for rollout in timeline.rollouts for wait in _generation(timeline, rollout)]
-    ends: list[int] = []  # of what is being sampled
+    ends: list[int] = []  # ends of the rollouts that are being sampled
     served = {}
     for wait in sorted(waits, key=lambda wait: (wait.start_ns, wait.lane)):
         prefill = next((each for each in timeline.waits.get(wait.span_id, ()) if each.name == "prefill"), None)

@@ -33,7 +33,7 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True)
 class ChartView:
-    """How lines are drawn."""
+    """Options of the drawing of lines."""
 
     smoothing: float = 0.0  # weight of the past in an exponential moving average, below 1; 0: none
     is_log: bool = False  # logarithmic values; those of 0 and below are left out

@@ -1,4 +1,4 @@
-"""What the pages rely on in a row of rollouts or of their details: each field that they read, with its type."""
+"""Fields that the pages read of a row of rollouts or of their details, with their types."""
 
 from typing import Annotated, Any
 

@@ -17,13 +17,13 @@ from nemo_rl.viewer.viewer_sources import ViewerSource, last_written
 State: TypeAlias = RunState | Literal["unknown", ""]  # unknown: a run without run.json; "": a collection
 STATES: tuple[State, ...] = ("running", "ended", "interrupted", "failed", "died", "unknown")
 DATA_KEYS = ("name", "dataset_name", "data_path")  # the first that is there names a dataset
-MAX_STEPS = 10**12  # a greater number is none that a run asks for
+MAX_STEPS = 10**12  # greater numbers are damage
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast if libyaml is there
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What the list of runs shows of one."""
+    """Summary of one run in the list of runs."""
 
     name: str
     state: State
@@ -67,7 +67,7 @@ def summarize(source: ViewerSource) -> RunSummary:
 
 @functools.lru_cache(maxsize=1024)
 def parse_config(text: str) -> Mapping[str, Any]:
-    """Return a configuration; empty if it is none, or cannot be read."""
+    """Return a configuration; empty if the text is no mapping or cannot be read."""
     try:
         values = yaml.load(text, _LOADER)  # a safe loader
     except Exception:  # yaml's own errors, and those of Python's types for an impossible date or number  # noqa: BLE001

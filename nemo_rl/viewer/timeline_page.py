@@ -45,7 +45,7 @@ COLOURS = {  # class c0 to c7 of spans that a reader looks for; of others by the
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """What the page needs of a trace; the spans by their starts."""
+    """Parts of a trace that the page needs; the spans by their starts."""
 
     spans: Sequence[SpanRecord]
     steps: Mapping[int, Step]

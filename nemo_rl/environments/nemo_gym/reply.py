@@ -98,7 +98,7 @@ class GymReply:
     reward: float
     calls: tuple[GymCall, ...]  # in order; from output items that carry tokens
     is_incomplete: bool  # the last response was truncated, by its token limit or a full context
-    mask_sample: bool  # exclude the rollout from the gradient; before nemo-gym 0.7, where a mask is a failure
+    mask_sample: bool  # exclude the rollout from the gradient; only before nemo-gym 0.7: there a mask is a failure
     output: tuple[Mapping[str, Any], ...] = ()  # items of the response: messages, reasoning, tool calls and results
     reward_components: Mapping[str, float] = field(default_factory=dict)  # by name, of which `reward` is the sum
     extras: Mapping[str, float | str] = field(default_factory=dict)  # further numbers and texts of the environment

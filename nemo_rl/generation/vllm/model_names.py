@@ -1,10 +1,10 @@
-"""What `nemo-rl serve` adds to vLLM's server, which loads it by `--middleware`. Imports no vLLM."""
+"""Middleware that `nemo-rl serve` adds to vLLM's server by `--middleware`. Imports no vLLM."""
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, TypeAlias
 
-Message: TypeAlias = MutableMapping[str, Any]  # of ASGI
+Message: TypeAlias = MutableMapping[str, Any]  # an ASGI message
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 NOT_FOUND = 404
@@ -17,7 +17,7 @@ class ModelNames:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
-        held: list[Message] = []  # of an answer 404, until its body is known
+        held: list[Message] = []  # messages of an answer 404, until its body is known
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == NOT_FOUND:

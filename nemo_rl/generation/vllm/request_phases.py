@@ -1,4 +1,4 @@
-"""What vLLM tells of its requests and its scheduler to a run that is traced."""
+"""Phases of vLLM's requests and figures of its scheduler, for a run that is traced."""
 
 from typing import Any
 

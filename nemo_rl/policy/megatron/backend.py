@@ -73,7 +73,7 @@ class MegatronDDPConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class GradientReduction:
-    """How data-parallel ranks reduce gradients and step."""
+    """Options of how data-parallel ranks reduce gradients and step."""
 
     is_overlapped: bool
     divides_optimizer: bool

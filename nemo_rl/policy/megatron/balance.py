@@ -1,7 +1,7 @@
 """The balance of experts on a stage of Megatron's: the losses and biases of `RouterBalance` at Megatron's routers.
 
 Tokens are in Megatron's order: time first, then samples. Stages work on several micro-batches at a time, so what a
-router needs of one is set for its forward pass, and once more where a layer is recomputed.
+router needs of one is set for its forward pass, and once more if a layer is recomputed.
 """
 
 from collections.abc import Iterator, Sequence

@@ -138,7 +138,7 @@ class StageAdapters:
         shapes = {name + MODEL_A: torch.Size((section.dim, shape[1])) for name, shape in whole.items()}
         shapes |= {name + MODEL_B: torch.Size((shape[0], section.dim)) for name, shape in whole.items()}
         self.weights = StageWeights(stage, model.config, shapes, weights=weights)
-        self.num_parameters = sum(shape.numel() for shape in shapes.values())  # of all stages
+        self.num_parameters = sum(shape.numel() for shape in shapes.values())  # over all stages
         if not self._layers:
             raise ConfigError(
                 f"{PEFT_KEY}.target_modules", section.target_modules, "leaves a pipeline stage without any"

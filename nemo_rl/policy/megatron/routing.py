@@ -1,9 +1,9 @@
-"""What the routers of a stage of Megatron's do: replay of recorded experts, and metrics of their balance.
+"""Routing in a stage of Megatron's: replay of recorded experts, and metrics of their balance.
 
 A token goes to the experts that it went to in the engine, with the live weights of the router, which so has a gradient.
 megatron-core 0.16.1 has a replay of its own, whose instances are global to the process and whose backward pass pops a
 queue in the order of the forward passes. Here each router is asked through the same interface, `get_replay_topk`, and
-the rows of a micro-batch come back where a layer is recomputed, in whatever order stages compute.
+the rows of a micro-batch come back if a layer is recomputed, in whatever order stages compute.
 N tokens of a micro-batch in Megatron's order, L layers with experts, E experts, k per token.
 """
 
@@ -42,7 +42,7 @@ class RouterRoutes:
     """
 
     def __init__(self, observe: Observe, *, replays: bool) -> None:
-        self.rows: torch.Tensor | None = None  # [N, k] int64, below 0 where missing; None: all tokens are routed live
+        self.rows: torch.Tensor | None = None  # [N, k] int64, below 0 if missing; None: all tokens are routed live
         self._observe, self._replays = observe, replays
 
     def get_replay_topk(
@@ -166,7 +166,7 @@ class StageRouting:
             this.is_other.logical_or_(torch.stack([differs(used, recorded), differs(live, recorded)]))
 
     def _read(self, recorded: torch.Tensor, pack: PackedSequences | SlicedSequences | None) -> torch.Tensor:
-        """Return routes [N, L, k] int64, below 0 where missing."""
+        """Return routes [N, L, k] int64, below 0 if missing."""
         own = self._shape[0], self._topk
         if recorded.shape[2:] != own:
             given = tuple(recorded.shape[2:])

@@ -11,7 +11,7 @@
 A record is on the gateway, and visible to all clients, when `put` returns. It lives as long as the run's process.
 """
 
-# Checked where Gym is not installed.
+# Checked without Gym installed.
 # pyright: reportMissingImports=false
 
 import json

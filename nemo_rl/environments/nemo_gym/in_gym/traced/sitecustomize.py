@@ -4,7 +4,7 @@ FastAPI makes the spans of servers and sends them, as the variables of `stack.py
 the service's name, and the header by which the spans of a called server belong to those of its caller.
 """
 
-# Runs in Gym's Python, and is checked where Gym is not installed.
+# Runs in Gym's Python, and is checked without Gym installed.
 # pyright: reportMissingImports=false
 
 import importlib.util
