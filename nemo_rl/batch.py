@@ -22,7 +22,7 @@ TRAJECTORY_ID = "trajectory_id"  # [B] int64; 0..N-1 in the order of the batch; 
 GROUP_ID = "group_id"  # [B] int64; rollouts that are compared with each other
 TRAJECTORY_TOKENS = "trajectory_tokens"  # [B] float32; sum of token_mask over all samples of the trajectory
 REWARD = "reward"  # [B] float32; of the trajectory, or of the chain if it has its own, after scaling and shaping
-BASELINE_REWARD = "baseline_reward"  # [B] float32; of the group's greedy rollout, likewise; only if there is one
+BASELINE_REWARD = "baseline_reward"  # [B] float32; reward of the group's greedy rollout, if there is one
 REWARD_COMPONENTS = "reward_components"  # nested: reward name -> [B] float32, before scaling and shaping
 # nested: name -> [B, T, ...] of the engine's dtype (token_columns.py), missing after a row's tokens; absent without any
 COLUMNS = "columns"

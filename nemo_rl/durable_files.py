@@ -19,7 +19,7 @@ from nemo_rl.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
-LOCK_WAIT_S = 5.0  # for a holder that is about to end
+LOCK_WAIT_S = 5.0  # time for a holder that is about to end
 POLL_S = 0.1
 
 _open_descriptors: set[int] = set()  # those that `close_after_fork` closes

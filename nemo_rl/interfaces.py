@@ -280,7 +280,7 @@ class Policy(Protocol):
         ...
 
     async def empty_cache(self) -> None:
-        """Return what the device's allocator holds and no tensor uses, so that engines may use it."""
+        """Return unused memory of the device's allocator to the device, so that engines may use it."""
         ...
 
     async def device_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Columns: what an engine decided for a token travels with the token, from its completion to the trainer's micro-batch.
 
 A column is a named array whose first axis is tokens: the experts that a token went to, the set that it was drawn from.
-Its dtype and the shape of a row are the engine's. An entry that nobody gave is the largest value of an unsigned dtype,
+Its dtype and the shape of a row are the engine's. A missing entry is the largest value of an unsigned dtype,
 -1 of a signed one and NaN of a floating one (`column_arrays.missing_value`); the trainer decides for itself if a
 whole row is missing. A further column is a further name: nothing between engine and trainer knows which there are.
 

@@ -35,8 +35,8 @@ class SpanRecord(NamedTuple):
 
     name: str
     track: str
-    lane: int  # in its track, from 0
-    start_ns: int  # by the monotonic clock
+    lane: int  # index in its track, from 0
+    start_ns: int  # monotonic clock
     end_ns: int
     trace_id: int
     span_id: int
@@ -194,7 +194,7 @@ def add_records(records: Iterable[TraceRecord]) -> None:
 
 
 def current_context() -> SpanContext | None:
-    """Return the identity of the current span, for what goes on in another context; None without a tracer."""
+    """Return the identity of the current span, for work that continues in another context; None without a tracer."""
     return None if _tracer is None else _current.get()
 
 
@@ -236,7 +236,7 @@ class _Track:
 class Tracer:
     """Collects the spans of this process until it is closed, and writes them to `sinks` on a thread of its own.
 
-    A sink that raises is left out from then on. At most one tracer is open in a process. `collector` is the address
+    A sink that raises is no longer called. At most one tracer is open in a process. `collector` is the address
     that one of the sinks sends spans to.
     """
 
@@ -340,7 +340,7 @@ class Tracer:
                     self._guard(sink, lambda sink=sink, records=records: sink.write(records))
 
     def _guard(self, sink: TraceSink, call: Callable[[], None]) -> None:
-        """Call a sink; it is left out after an exception."""
+        """Call a sink; after an exception it is no longer called."""
         try:
             call()
         except Exception as error:  # a full disk or a lost network is no reason to lose the training  # noqa: BLE001

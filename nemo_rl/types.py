@@ -396,7 +396,7 @@ class EnvStep:
     policy: str | None = None  # the policy that gives the next response; None: the one that gave the last
     # rewards of this turn for single policies, by policy and name; `rewards` are those of all
     policy_rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    # what the response did to its verifier or tool, e.g. "verifier_timeout"; the rewards stand and the rollout counts
+    # the fault that the response caused in its verifier or tool, e.g. "verifier_timeout"; rewards and rollout count
     response_fault: str | None = None
 
 

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_PORT = 65_535
 BACKLOG = 1024  # connections waiting to be accepted
-HEADERS_TIMEOUT_S = 30.0  # from the start of a connection or request to the end of the headers
-MALFORMED = (HttpProcessingError, web.RequestPayloadError, ConnectionError)  # what a client causes
+HEADERS_TIMEOUT_S = 30.0  # time from the start of a connection or request to the end of the headers
+MALFORMED = (HttpProcessingError, web.RequestPayloadError, ConnectionError)  # errors that a client causes
 IDLE_TIMEOUT_S = 120.0  # between two requests of a connection; clients close theirs after seconds
 
 

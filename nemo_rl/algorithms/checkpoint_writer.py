@@ -19,7 +19,7 @@ from nemo_rl.interfaces import Policy
 
 logger = logging.getLogger(__name__)
 
-MODEL_LINK = "model"  # in the run directory: a link to the weights of the best checkpoint
+MODEL_LINK = "model"  # a link in the run directory to the weights of the best checkpoint
 
 
 class ResumableSource(Protocol):

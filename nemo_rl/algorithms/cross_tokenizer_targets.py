@@ -33,7 +33,7 @@ class AlignedResponse:
     is_ended: bool  # the student's last token ends the turn
     teacher_start: int  # position in the teacher's sequence
     teacher_ids: tuple[int, ...]
-    teacher_pieces: tuple[bytes, ...]  # that of the turn's end is empty
+    teacher_pieces: tuple[bytes, ...]  # bytes of each token; empty for the end of a turn
 
     @property
     def spans(self) -> tuple[Span, ...]:

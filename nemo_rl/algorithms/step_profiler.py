@@ -26,7 +26,7 @@ class StepProfiler:
 
     @asynccontextmanager
     async def profiled(self, step: int) -> AsyncIterator[None]:
-        """Profile the block if it is one of the steps. A profile that fails is reported, and the run goes on."""
+        """Profile the block if it is one of the steps. A profile that fails is reported, and the run continues."""
         if step not in self.steps:
             yield
             return

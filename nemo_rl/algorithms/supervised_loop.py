@@ -62,7 +62,7 @@ class SupervisedRun:
     logger: Logger
     progress: Progress
     interrupt: Interrupt
-    num_devices: int = 1  # that train
+    num_devices: int = 1  # devices that train
     num_train_devices: int = 1
     profiler: StepProfiler = NO_PROFILES
     lost_records: LostRecords = field(default_factory=LostRecords)

@@ -39,7 +39,7 @@ class TrainingRun:
     progress: Progress
     validation_rollouts: RolloutWriter | None
     interrupt: Interrupt
-    num_devices: int = 1  # that train, sample or score
+    num_devices: int = 1  # devices that train, sample or score
     num_train_devices: int = 1
     profiler: StepProfiler = NO_PROFILES
     details: RolloutDetails | None = None

@@ -28,7 +28,7 @@ class Score:
 
     mean: float | None  # None without tasks
     standard_error: float | None  # standard error of that mean, over tasks; None for fewer than two
-    num_tasks: int  # that have enough rollouts for it
+    num_tasks: int  # tasks that have enough rollouts for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Summary:
     dataset: str  # "all": every task; "env/<name>": those of an environment, or of an agent of NeMo Gym
     num_tasks: int
     expected: int  # rollouts
-    num_rollouts: int  # that have a reward
+    num_rollouts: int  # rollouts that have a reward
     missing: int  # rollouts without a reward, including failed ones
     scores: Mapping[str, Score]  # "reward", "tokens", "pass@1[avg-of-4]", "pass@4", "majority@4", ...
     thresholds: Mapping[float, float]  # mean reward -> share of the tasks with rollouts at it or above
@@ -168,7 +168,7 @@ def _task_row(profile: Profile, index: int, task: Task | None) -> dict[str, Any]
         "reward": _statistics_dict(measures.reward, index),
         "tokens": _statistics_dict(measures.tokens, index),
         **{name: _float_or_none(values[index]) for name, values in measures.scores.items()},
-        # by seed, then by rollout; None: missing or failed
+        # rewards by seed, then by rollout; None: missing or failed
         "rollout_rewards": [_float_or_none(reward) for reward in table.rewards[index]],
         "rollout_tokens": tokens,
         **({"row": task.row} if task else {}),

@@ -15,7 +15,7 @@ class ScoreDifference:
 
     dataset: str
     quantity: str  # "reward", "pass@4", ...
-    first: float | None  # over all of its tasks that have rollouts
+    first: float | None  # mean over all of its tasks that have rollouts
     second: float | None
     difference: float | None  # second - first; paired: over the tasks that both have rollouts of
     standard_error: float | None  # standard error of the difference

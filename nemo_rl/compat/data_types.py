@@ -19,7 +19,7 @@ class DatumSpec(TypedDict):
     """One prompt."""
 
     message_log: LLMMessageLogType
-    length: int  # in tokens
+    length: int  # tokens
     extra_env_info: dict[str, Any] | None
     loss_multiplier: float  # 0: not trained on
     idx: int

@@ -68,13 +68,13 @@ SCRIPT_NAMES = {
 
 
 def find_name(module: str, name: str) -> Any:
-    """Return what a run script imports from a module of this project; None if it is no name of NeMo-RL."""
+    """Return the object that a run script imports from a module of this project; None if it is no name of NeMo-RL."""
     owner, names = SCRIPT_NAMES.get(module, ("", ()))
     return getattr(importlib.import_module(f"nemo_rl.compat.{owner}"), name) if name in names else None
 
 
 def explain_import(error: Exception) -> str:
-    """Return what replaces the module or name of NeMo-RL that could not be imported; empty for anything else."""
+    """Return the replacement of a module or name of NeMo-RL that could not be imported; empty for anything else."""
     module = getattr(error, "name", None) or ""
     missing = re.match(r"cannot import name '(\w+)'", str(error))
     path = f"{module}.{missing[1]}" if missing else module

@@ -71,7 +71,7 @@ def format_minimal(path: Path, overrides: Sequence[str] = (), *, allow_unsupport
 def format_changes(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> str:
     """Return a table of the keys that have another name or value here: NeMo-RL's, ours, and why.
 
-    Below it are the keys that are left out and ask for nothing.
+    Below it are the keys that are omitted and request nothing.
     """
     resolved, translated, report = _translate(path, overrides, allow_unsupported=allow_unsupported)
     theirs, ours = dict(_leaves(resolved, translated)), dict(_leaves(translated))
@@ -180,7 +180,7 @@ def _set(node: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def _difference(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Return what merged over `base` gives `values`."""
+    """Return the mapping that merged over `base` gives `values`."""
     if base.keys() - values.keys():
         return {REPLACE: True, **values}
     changed = {}
@@ -218,7 +218,7 @@ def _leaves(node: Any, whole: Any = None, path: tuple[str, ...] = ()) -> Iterato
 
 
 def _explain_change(key: str, value: Any, report: Report) -> str | None:
-    """Return why a key is not written as it was; None if that asked for nothing."""
+    """Return why a key is not written as it was; None if that requested nothing."""
     problem = next((error.problem for error in report.problems if error.key == key), None)
     if problem is not None:
         return f"refused: {problem}"

@@ -205,7 +205,7 @@ class HandedOver:
 
 
 def setup(master_config: Any, tokenizer: Any, dataset: Any, val_dataset: Any = None, **options: Any) -> tuple[Any, ...]:
-    """Return what NeMo-RL's `setup` returns, in its order; nothing is set up yet."""
+    """Return the values of NeMo-RL's `setup`, in its order; nothing is set up yet."""
     content = {"dataloader": dataset, "val_dataloader": val_dataset}
     names = RESULTS if isinstance(master_config, MasterConfig) else OLD_RESULTS
     return tuple(master_config if name == "master_config" else HandedOver(name, content.get(name)) for name in names)

@@ -291,8 +291,8 @@ class ScriptPrompts:
     """The prompts of a script's dataset."""
 
     prompts: list[Prompt]
-    stop_strings: tuple[str, ...]  # for the first prompt's answer
-    is_endless: bool = False  # it only iterates, and as many as were asked for were read
+    stop_strings: tuple[str, ...]  # stop strings of the first prompt's answer
+    is_endless: bool = False  # it only iterates, and as many as were requested were read
 
 
 @contextmanager

@@ -31,7 +31,7 @@ Effect = Literal["results", "layout", "scale", "speed"]
 class Cause:
     """Why a key's value is not supported, and the nearest way."""
 
-    effect: Effect  # what leaving it out would change
+    effect: Effect  # the effect of removing it
     text: str
 
 
@@ -154,7 +154,7 @@ def choose_backend(config: dict[str, Any]) -> None:
             continue
         dtensor = model.get("dtensor_cfg")
         lora = dtensor.get("lora_cfg") if isinstance(dtensor, dict) else None
-        asks_for_adapters = isinstance(lora, dict) and lora.get("enabled")  # with Megatron: refused, never dropped
+        asks_for_adapters = isinstance(lora, dict) and lora.get("enabled")  # Megatron: refused, not dropped
         if isinstance(dtensor, dict):
             model["dtensor_cfg"] = {"lora_cfg": lora} if asks_for_adapters else {}
 

@@ -321,7 +321,7 @@ class ChatEncoder:
 
     @cached_property
     def _text_after_answer(self) -> str:
-        """Return what the template renders after an assistant's text at the end of a conversation."""
+        """Return the text that the template renders after an assistant's text at the end of a conversation."""
         past = (QUESTION, Message("assistant", SENTINEL))
         _, found, tail = self._template.render(past, (), add_generation_prompt=False).rpartition(SENTINEL)
         if not found:
@@ -372,7 +372,7 @@ class ChatEncoder:
     def _text_after_sentinel(
         self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> str:
-        """Return what the template renders after the sampled message, whose text or last argument is the sentinel."""
+        """Return the rendered text after the sampled message, whose text or last argument is the sentinel."""
         sentinel = SENTINEL
         while any(sentinel in message.content for message in new_messages):
             sentinel += "n"
@@ -394,7 +394,7 @@ class ChatEncoder:
     def _bridge_by_difference(
         self, sampled: Message, new_messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> str:
-        """Return what a longer rendering adds to a shorter one, from the terminator between them on."""
+        """Return the text that a longer rendering adds to a shorter one, from the terminator between them on."""
         past = (QUESTION, Message("assistant", sampled.content or "answer", sampled.tool_calls))
         shorter = self._template.render(past, tools, add_generation_prompt=False)
         longer = self._template.render((*past, *new_messages), tools, add_generation_prompt=True)

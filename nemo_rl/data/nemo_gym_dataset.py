@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NEMO_GYM = "nemo_gym"  # the dataset's name, and its default entry of `env`
-TASK_ID = "_ng_task_id"  # in a row that was materialized: its task's taskset and id
+TASK_ID = "_ng_task_id"  # taskset and id of a materialized row's task
 
 ROLES: Mapping[str, Role] = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -53,7 +53,7 @@ class NemoGymPromptMaker:
     """A callable that makes the prompt of a row; it logs dropped parameters once."""
 
     task_name: str
-    default_agent: str  # for rows without agent_ref; empty: they are refused
+    default_agent: str  # agent of rows without agent_ref; empty: they are refused
     dataset: str  # empty: the row's agent
     images: ImageReader | None = None  # None: images are refused
     logged: set[str] = field(default_factory=set)

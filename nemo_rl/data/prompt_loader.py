@@ -38,7 +38,7 @@ class PromptLoader:
     screened then. One that the screen drops is consumed: positions count all prompts, so they do not depend on it.
 
     With a `mix` the datasets, of `sizes` consecutive prompts, take turns: mix[d] prompts of dataset d, again and again,
-    each dataset in an order of its own that begins anew at its end. Example: sizes (2, 8) and mix (1, 2), unshuffled:
+    each dataset in an order of its own that starts over at its end. Example: sizes (2, 8) and mix (1, 2), unshuffled:
     0, 2, 3, 1, 4, 5, 0, 6, 7, 1, an epoch. An epoch has as many prompts as all datasets together.
     """
 

@@ -74,7 +74,7 @@ class PromptScreen:
     counts: Counter[str] = field(default_factory=Counter)  # since the last `take_metrics`
 
     def judge(self, prompt: Prompt) -> Verdict:
-        """Return what becomes of a prompt."""
+        """Return the verdict on a prompt."""
         if self.held_out and messages_key(prompt) in self.held_out:
             self.counts[HELD_OUT] += 1
             return Verdict.DROP

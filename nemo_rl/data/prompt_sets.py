@@ -42,7 +42,7 @@ class PromptSet:
     name: str  # in metrics
     prompts: Sequence[Prompt]  # lazy prompts are made when needed: iterate over them instead of collecting them
     held_out: frozenset[int] = frozenset()  # `messages_key` of prompts that must not be drawn: they are validated on
-    sizes: tuple[int, ...] = ()  # in the training blend: prompts of each dataset, one after the other
+    sizes: tuple[int, ...] = ()  # prompts of each dataset, in the order of the training blend
 
     @property
     def task_names(self) -> frozenset[str]:
@@ -209,7 +209,7 @@ def _load_lazy_prompts(entry: DatasetEntry, section: DatasetConfig, name: str, *
 class HeldOut:
     """Training prompts that are validated on."""
 
-    positions: frozenset[int] = frozenset()  # in the blend
+    positions: frozenset[int] = frozenset()  # indices in the blend
     messages: frozenset[int] = frozenset()  # `messages_key` of those in parts whose rows are read when they are drawn
 
 
@@ -261,4 +261,4 @@ def _digested(message: Message) -> list[Any]:
         message.content,
         calls,
         *([rare] if rare else []),
-    ]  # left out if empty, as in earlier versions
+    ]  # omitted if empty

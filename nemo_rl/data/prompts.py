@@ -31,7 +31,7 @@ class Blend(Sequence[Prompt]):
 
     parts: tuple["LazyPrompts | InMemoryPrompts", ...]
     positions: Sequence[int] = field(repr=False)  # indices of its prompts in the concatenated parts
-    repeats: "array[int]" = field(repr=False)  # for each prompt: how many earlier ones have the same digest
+    repeats: "array[int]" = field(repr=False)  # per prompt, how many earlier ones have the same digest
 
     @classmethod
     def of(cls, parts: "Sequence[LazyPrompts | InMemoryPrompts]", *, without: Collection[int] = ()) -> "Blend":

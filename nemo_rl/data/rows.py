@@ -57,7 +57,7 @@ def convert_rows(rows: Sequence[Row], convert: Callable[[Row], ResultT], source:
 
 
 def describe_row_error(error: Exception) -> str:
-    """Return what is wrong with a row that raised `error`; a KeyError names the field that it lacks."""
+    """Describe the problem of a row that raised `error`; a KeyError names the field that it lacks."""
     return f"has no field {error}" if isinstance(error, KeyError) else str(error)
 
 

@@ -16,7 +16,7 @@ from nemo_rl.errors import DataError
 from nemo_rl.image_features import PlacedImage
 from nemo_rl.types import ImagePart, TrainingBatch
 
-MASKED_TOKENS = 4  # what is computed of a masked sample
+MASKED_TOKENS = 4  # tokens of a masked sample that are computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class Vocabulary:
         return None
 
     def response_pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Return what sampled tokens add to the text: nothing if special, except a final TURN_END."""
+        """Return the text that sampled tokens add: nothing if special, except a final TURN_END."""
         last = len(token_ids) - 1
         pieces = [b"" if i > len(self.pieces) - 1 else self.pieces[i] for i in token_ids]
         for index, piece in enumerate(pieces):

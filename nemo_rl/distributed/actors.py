@@ -226,7 +226,7 @@ def put_bytes(content: np.ndarray) -> Any:
 
 
 def get_bytes(reference: Any, timeout_s: float) -> np.ndarray:
-    """Return what was put, read-only, without a copy on a machine that has it; raises WorkerError if it is lost."""
+    """Return a reference's array, read-only, without a copy on a machine that has it; raises WorkerError if lost."""
     try:
         return ray.get(reference, timeout=timeout_s)
     except ray.exceptions.RayError as error:

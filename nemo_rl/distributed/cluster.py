@@ -98,7 +98,7 @@ def connect(
     size = max(OBJECT_STORE_BYTES, object_store_bytes)
     ensure_token()
     os.environ.setdefault(HEAD_TIMEOUT, HEAD_TIMEOUT_S)  # Ray's own is 60 s, in case the head starts again
-    if LOOPBACK_INTERFACE is not None:  # for gloo, in ranks and engines, which inherit it
+    if LOOPBACK_INTERFACE is not None:  # gloo reads it in ranks and engines, which inherit it
         os.environ.setdefault(GLOO_INTERFACE, LOOPBACK_INTERFACE)
     try:
         ray.init(address="local", num_cpus=num_cpus, object_store_memory=size, include_dashboard=False, **quiet)

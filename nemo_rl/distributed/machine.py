@@ -16,7 +16,7 @@ import psutil
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
-RESERVED_FILES = 256  # for the engine, datasets, checkpoints and logs of the same process
+RESERVED_FILES = 256  # open files of the engine, datasets, checkpoints and logs of the same process
 FILES_PER_CONNECTION = 2  # both ends, since an agent may live in this process too
 UNLIMITED = 2**20  # requested if there is no hard limit: kernels have one of their own
 OMP_PAUSE_HARD = 2  # OpenMP 5.0: release the threads and all state

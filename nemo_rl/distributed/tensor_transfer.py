@@ -28,12 +28,12 @@ from nemo_rl.distributed.machine import listen_on
 from nemo_rl.errors import WorkerError
 
 BUCKET_BYTES = 512 * 2**20
-# to meet, and per tensor or bucket; below the limit of the policy ranks' own collectives, which wait meanwhile
+# limit of the meeting, and per tensor or bucket; below that of the policy ranks' collectives, which wait meanwhile
 TIMEOUT_S = 120.0
 ALIGNMENT = 64  # bytes
 CHUNK_BYTES = 64 * 2**20
 ABORTED = -1
-REPORT_S = 5.0  # for members to report that a broadcast has failed for them, too
+REPORT_S = 5.0  # time for members to report that a broadcast has failed for them, too
 NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"  # torch reads it when a group is made
 RETRY_S = 0.05  # between attempts to reach a sender that does not listen yet
 DEVICE_ARGUMENT = 6  # position among rebuild_cuda_tensor's arguments, torch 2.13
@@ -376,7 +376,7 @@ class TensorStream:
         self._broadcast(payload)
 
     def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is sent, chunk by chunk; iterate to the end, since all members take part in every broadcast."""
+        """Yield the sent tensors by chunk; iterate to the end, since all members take part in every broadcast."""
         while True:
             header_bytes, payload_bytes = self._broadcast(
                 torch.zeros(2, dtype=torch.int64, device=self._device)

@@ -209,7 +209,7 @@ def _check_model(facts: Facts, recipe: RecipeFacts, key: str, model: ModelFacts)
 
 
 def _check_start(recipe: RecipeFacts) -> Iterator[Finding]:
-    """Yield what a start would find before weights load, and what calls of user code have shown."""
+    """Yield findings of a start before weights load, and of calls of user code."""
     for problem in recipe.run_errors:
         yield Finding("start", problem, "change the key or the data; docs/data.md, nemo-rl config explain KEY")
     for problem in recipe.run_warnings:

@@ -18,7 +18,7 @@ from nemo_rl.errors import ConfigError, escape
 from nemo_rl.recipes import find_recipe
 
 TESTED = "tested"  # the entry of `env` that a dotted path becomes
-LOCAL_RECIPE = "grpo.yaml"  # what `nemo-rl init` writes
+LOCAL_RECIPE = "grpo.yaml"  # the recipe that `nemo-rl init` writes
 MAX_CHARACTERS = 400  # shown of a message
 TURNS = 8  # for an environment given by its path
 TINY = "tiny"

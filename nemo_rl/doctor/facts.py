@@ -94,7 +94,7 @@ def _torch_cuda() -> str | None:
 
 
 def _torch_architectures() -> tuple[str, ...]:
-    """Return what torch is built for; nothing on a machine without a GPU: importing torch would be of no use."""
+    """Return the architectures that torch is built for; nothing without a GPU, so that torch is not imported."""
     if driver_version() is None or not _is_installed("torch"):
         return ()
     import torch

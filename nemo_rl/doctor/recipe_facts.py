@@ -55,9 +55,9 @@ class RecipeFacts:
     models: Mapping[str, ModelFacts] = field(default_factory=dict)  # by key
     data_problems: Mapping[str, str] = field(default_factory=dict)  # by file
     gym_problems: Mapping[str, str] = field(default_factory=dict)  # by key
-    run_errors: tuple[str, ...] = ()  # what would end the run before a model loads
-    run_warnings: tuple[str, ...] = ()  # what its start would warn of
-    memory_problems: tuple[str, ...] = ()  # what does not fit on any device that the recipe may run on
+    run_errors: tuple[str, ...] = ()  # errors that would end the run before a model loads
+    run_warnings: tuple[str, ...] = ()  # warnings of its start
+    memory_problems: tuple[str, ...] = ()  # parts that fit on no device that the recipe may run on
     environment_problems: Mapping[str, str] = field(default_factory=dict)  # user code that fails, by key
     closed_servers: Mapping[str, str] = field(default_factory=dict)  # addresses that do not answer, by key
     hub_answers: bool = True
@@ -177,7 +177,7 @@ def _captured_warnings() -> Iterator[list[str]]:
 
 
 def _memory_problems(config: Any) -> Sequence[str]:
-    """Return what does not fit on the first device that the recipe may run on, if it fits on none of them."""
+    """Return the parts that do not fit on the first device that the recipe may run on, if it fits on none of them."""
     from nemo_rl.launch.memory_plan import memory_plan
     from nemo_rl.launch.resolved_run import find_planned_layouts
 

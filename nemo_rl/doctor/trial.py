@@ -92,7 +92,7 @@ async def play(
 
 
 def find_environment_problems(config: RolloutRunConfig) -> dict[str, str]:
-    """Return what is wrong with a recipe's own environments and reward functions, by key; built-in ones are not called.
+    """Return the problems of a recipe's own environments and reward functions, by key; built-in ones are not called.
 
     A key is named if all of its calls fail, or cannot be made.
     """

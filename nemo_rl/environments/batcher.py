@@ -17,7 +17,7 @@ ResultT = TypeVar("ResultT")
 class _PendingItem(Generic[ItemT, ResultT]):
     item: ItemT
     result: asyncio.Future[ResultT]
-    arrived_s: float  # on the loop's clock
+    arrived_s: float  # time of the loop's clock
 
 
 class Batcher(Generic[ItemT, ResultT]):

@@ -25,7 +25,7 @@ ResultT = TypeVar("ResultT")
 StepResult: TypeAlias = EnvStep | Failure
 Item: TypeAlias = tuple[Sequence[Message], Any]  # a conversation and its state, a mapping
 
-RESPONSE_TRUNCATED = "response_truncated"  # in the state of every call: the token limit cut the last response
+RESPONSE_TRUNCATED = "response_truncated"  # set in the state of every call if the token limit cut the last response
 MAX_CALLS_ALONE = 32  # concurrent calls for single items of calls that raised, if `batching.max_calls` is not set
 MAX_IMAGES = 16  # per observation; each is checked before it is decoded (data/vision.py)
 RESPONSE_FAULT = re.compile("[a-z_]{1,64}")  # a response fault is part of a metric's name

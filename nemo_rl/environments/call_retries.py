@@ -24,8 +24,8 @@ class CallRetries:
     """Retries of calls that raised: how often, until when, and whether that has been logged."""
 
     max_retries: int
-    backoff_s: float  # before the first of them if nobody else's call raised; doubles
-    timeout_s: float  # for all calls of an item together, pauses and waits among them
+    backoff_s: float  # pause before the first retry if no other call raised; doubles
+    timeout_s: float  # deadline of all calls of an item together, pauses and waits among them
     user_code: str = ""  # named in the log
     is_logged: bool = False
 

@@ -18,7 +18,7 @@ FUNCTIONS = (
 )
 CONSTANTS = "pi oo GoldenRatio EulerGamma"
 ALLOWED_NAMES = frozenset(f"{CONSTRUCTORS} {FUNCTIONS} {CONSTANTS}".split())
-OWN_CODE = ("from sympy import *", "<string>")  # what parse_expr runs to fill the names of an expression
+OWN_CODE = ("from sympy import *", "<string>")  # code that parse_expr runs to fill the names of an expression
 # Modules that make classes and functions from texts of their own.
 TRUSTED_CALLERS = frozenset({"collections", "dataclasses", "enum", "typing", "sympy.polys.monomials"})
 

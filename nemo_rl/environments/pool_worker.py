@@ -20,7 +20,7 @@ from typing import Any
 import nemo_rl
 from nemo_rl.environments.sandbox_launcher import drop_privileges
 
-START_TIMEOUT_S = 300.0  # for imports and the factory, beside other work
+START_TIMEOUT_S = 300.0  # time for imports and the factory, beside other work
 ORPHAN_GRACE_S = 10.0  # after the deadline, a process that was not killed is ended by its own alarm
 
 
@@ -71,7 +71,7 @@ def _root(module: str, file: str) -> str:
 
 
 def _call(function: Callable[..., Any], args: bytes, cpu_s: float) -> dict[str, Any]:
-    """Return what the function gives; SIGPROF ends the process if it computes for longer than `cpu_s`."""
+    """Return the function's result; SIGPROF ends the process if it computes for longer than `cpu_s`."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         return {"result": function(*pickle.loads(args))}

@@ -31,7 +31,7 @@ from nemo_rl.environments.sandbox import launcher_settings, minimal_environment,
 from nemo_rl.errors import WorkerDied, WorkerError, WorkerTimeout
 
 MEMORY_BYTES = 4 * 1024**3  # address space per worker, so that a power tower exhausts no more than its worker
-EXIT_GRACE_S = 5.0  # from the end of a worker's pipe to its own
+EXIT_GRACE_S = 5.0  # time from the end of a worker's pipe to its own
 BATCH_S = 0.02  # a caller waits for the calls of its request
 MAX_REPLY_BYTES = 64 * 1024**2
 BOOTSTRAP = (
@@ -196,7 +196,7 @@ class _Worker:
         return self._options.max_batch_size
 
     def call_all(self, batch: Sequence[bytes]) -> list[_Outcome]:
-        """Return what each call gives; a batch that its process does not answer is called again, one by one."""
+        """Return the result of each call; a batch that its process does not answer is called again, one by one."""
         try:
             return self._request(batch)
         except WorkerError as error:
@@ -310,7 +310,7 @@ class _Worker:
 
 
 def _read_outcomes(reply: Any, request_id: str, size: int) -> list[_Outcome]:
-    """Return what a reply says of each call; raises ValueError if it is no reply to this request."""
+    """Return the outcome of each call in a reply; raises ValueError if it is no reply to this request."""
     results = reply.get("results") if isinstance(reply, dict) and reply.get("id") == request_id else None
     if not isinstance(results, list) or len(results) != size:
         raise ValueError("no reply to this request")

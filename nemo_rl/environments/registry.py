@@ -34,7 +34,7 @@ from nemo_rl.types import EnvStep, FailureClass, Message
 if TYPE_CHECKING:
     from nemo_rl.distributed.actors import ActorHandle
 
-MAX_RETRIES_OF_ONE = 2  # for a function, or a step of one conversation, unless `retries.max_retries` is set
+MAX_RETRIES_OF_ONE = 2  # retries of a function, or a step of one conversation, unless `retries.max_retries` is set
 MAX_RESTARTS = 3  # per actor
 CLOSE_TIMEOUT_S = 30.0
 MAX_FUNCTION_THREADS = 32  # concurrent calls of a function that is not async
@@ -206,7 +206,7 @@ class IsolatedEnvironment:
                 memory_bytes=MEMORY_BYTES if section.sandboxed else None,
                 sandboxed=section.sandboxed,
             ),
-            factory_args=(name, own),  # what the user's code imports is no part of an item's time
+            factory_args=(name, own),  # imports of the user's code are no part of an item's time
         )
 
     async def step(

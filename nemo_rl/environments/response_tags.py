@@ -1,6 +1,6 @@
 """Tags in a model's text, `<answer>...</answer>`, found in time linear in the length of the text.
 
-A regular expression with a lazy middle looks for each opening tag's end anew: 64 kB of `<answer>` take seconds.
+A regular expression with a lazy middle searches for each opening tag's end again: 64 kB of `<answer>` take seconds.
 """
 
 from collections.abc import Iterator

@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 WITHOUT_VARIABLE = "NEMO_RL_SANDBOX_WITHOUT"  # layers to do without, for tests: landlock,namespaces,bubblewrap
 FILE_BYTES = 4 * 1024 * 1024
-MEASURE_PERIOD_S = 0.2  # for a directory without a size limit of its own
+MEASURE_PERIOD_S = 0.2  # period of measuring a directory without a size limit of its own
 REMOVAL_ATTEMPTS = 3
-STARTUP_GRACE_S = 10.0  # for the interpreter's start on a busy machine, in addition to `wall_s`
-FIRST_USER_ID, NUM_USER_IDS = 61184, 4096  # what systemd gives to services without a user of their own
+STARTUP_GRACE_S = 10.0  # time for the interpreter's start on a busy machine, in addition to `wall_s`
+FIRST_USER_ID, NUM_USER_IDS = 61184, 4096  # the range of systemd's dynamic users
 SCOPES_SINCE = 6  # the version of Landlock that knows signals and abstract sockets
 
 _leftovers: set[str] = set()  # directories that could not be removed
@@ -77,7 +77,7 @@ class Isolation:
 
     @property
     def gaps(self) -> tuple[str, ...]:
-        """Return what is not covered."""
+        """Return the gaps of the sandbox."""
         shut = self.view or self.bubblewrap is not None
         gaps = []
         if not shut:

@@ -203,7 +203,7 @@ def score_geo3k(reference: str, response: str, format_score: float = 0.1) -> flo
 
 
 def _last_boxed(text: str) -> str | None:
-    """Return what the last box holds, up to the brace that closes it; None without one."""
+    """Return the content of the last box, up to the brace that closes it; None without one."""
     _, found, rest = text.rpartition("\\boxed{")
     depth = 1
     for index, character in enumerate(rest if found else ""):

@@ -37,7 +37,7 @@ EXAMPLES = {
     "python": '{"name": "python", "arguments": {"code": "print(2 ** 10)"}}',
 }
 BROKEN_TOOL = "broken_tool"  # a response fault
-RELATIVE_TOLERANCE = 1e-6  # for numeric answers
+RELATIVE_TOLERANCE = 1e-6  # tolerance of numeric answers
 
 
 class ToolsEnvironmentConfig(EnvironmentConfig):

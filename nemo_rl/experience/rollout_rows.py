@@ -15,7 +15,7 @@ from nemo_rl.types import Failure, MessageLog, Timings, TokenizedMessage, Trajec
 MAX_STATE_CHARS = 1000  # per value of the environment's data; a longer one is cut, as text
 MAX_STATE_KEYS = 32  # per mapping of it
 MAX_TRACEBACK_CHARS = 8192  # the end of a failure's traceback
-MAX_COLUMN_BYTES = 16 << 20  # columns of one history, before compression; those of later messages are left out
+MAX_COLUMN_BYTES = 16 << 20  # columns of one history, before compression; those of later messages are dropped
 STATE_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 TIMING_NAMES = tuple(each.name for each in fields(Timings))
 

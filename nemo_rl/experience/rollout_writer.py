@@ -50,7 +50,7 @@ class RolloutWriter:
         self._row = partial(rollout_row, write_token_ids=write_token_ids, write_token_columns=write_token_columns)
         self._timeout_s = timeout_s
         self._queue: SimpleQueue[tuple[int, tuple[Trajectory, ...], Future[None]] | None] = SimpleQueue()
-        self._calls: deque[tuple[int, Future[None]]] = deque()  # that may be unfinished: their size, their end
+        self._calls: deque[tuple[int, Future[None]]] = deque()  # calls that may be unfinished: size and end
         self._num_lost = 0  # rollouts that could not be written
         self._lost = LostRecords() if lost is None else lost
         self.path.parent.mkdir(parents=True, exist_ok=True)

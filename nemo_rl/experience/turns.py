@@ -69,7 +69,7 @@ class TurnRules:
     sampling: SamplingParams  # `max_new_tokens` and `stop_strings` as configured; both vary by turn
     seed: int  # the run's seed
     generation_timeout_s: float = 600.0  # deadline of a request
-    # by task: the reward of a rollout that is cut off before any; None: it fails. Absent: scorers alone give rewards
+    # reward by task of a rollout that is cut off before any; None: it fails. Absent: scorers alone give rewards
     truncated_rewards: Mapping[str, float | None] = field(default_factory=dict)
     # by task: the policies that speak in its rollouts, that of the first response first; empty: a run of one policy
     speakers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

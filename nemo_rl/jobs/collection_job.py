@@ -103,7 +103,7 @@ def aggregation_arguments(submission: Submission, collection: str | None) -> tup
 
 
 def make_submission(config: SubmitRunConfig) -> Submission:
-    """Return what would be submitted now; writes nothing."""
+    """Return the jobs that would be submitted now; writes nothing."""
     slurm, seeds = config.slurm, config.collect.all_seeds
     output_dir = Path(config.collect.output_dir).absolute()
     base = Path(slurm.directory).absolute() if slurm.directory else output_dir / "slurm"

@@ -64,9 +64,9 @@ class Limits:
     restarts: int = 10
     crash_loop: int = 3  # deaths at the same step of the same cause
     backoff_s: float = 1.0  # before a restart without progress since the last; doubles
-    hang_timeout_s: float = 120.0  # without a beat: the process is stopped or frozen
-    progress_timeout_s: float = 3600.0  # without a rollout, step, validation or checkpoint
-    stop_timeout_s: float = 600.0  # for the command to save and end after a signal
+    hang_timeout_s: float = 120.0  # longest time without a beat; then the process is stopped or frozen
+    progress_timeout_s: float = 3600.0  # longest time without a rollout, step, validation or checkpoint
+    stop_timeout_s: float = 600.0  # time for the command to save and end after a signal
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,8 @@ class CollectionResult:
     num_finished: int  # finished ones, those of earlier starts included
     num_given_up: int  # those that failed each time
     num_new: int  # finished in this start
-    seconds: float  # that its rollouts took
-    mean_reward: float | None  # over the new rollouts
+    seconds: float  # duration of its rollouts
+    mean_reward: float | None  # mean over the new rollouts
     is_chunk: bool  # others have the rest of its seeds
     interrupted: bool = False
     overlong: OverlongInput | None = None  # None: every prompt fits
@@ -113,14 +113,14 @@ def format_result(result: CollectionResult) -> str:
 def open_stores(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> list[RolloutStore]:
     """Open one store per seed, with the whole input beside them; raises ConfigError for rollouts of another run.
 
-    A directory of another run without a rollout is begun anew.
+    A directory of another run without a rollout is started over.
     """
     try:
         return _open_stores(config, inputs, stack)
     except OtherCollectionError as error:
         if discard_empty_collection(config.collection.output_dir):
             logger.info("beginning anew, since no rollout was stored: %s", error)
-        return _open_stores(config, inputs, stack)  # another chunk's job may have begun it anew meanwhile
+        return _open_stores(config, inputs, stack)  # another chunk's job may have started it over meanwhile
 
 
 def _open_stores(config: SampledRunConfig, inputs: CollectionInputs, stack: AsyncExitStack) -> list[RolloutStore]:

@@ -34,7 +34,7 @@ PROCESS_BYTES = 4 * GB  # assumed, host memory of a process with torch and its l
 FRAGMENTATION = 1.05  # assumed, what torch's allocator reserves per byte in use, with expandable segments
 BUCKET_BYTES = 2 * GB  # both sides of a refit and what is gathered: distributed/tensor_transfer.py has 0.5 GiB each
 CPU_CACHE_BYTES = 2**29  # vLLM's KV cache on a CPU: KV_CACHE_BYTES in generation/vllm/cpu/settings.py
-MAX_GPUS = 1024  # that a cure proposes
+MAX_GPUS = 1024  # most GPUs that a cure proposes
 
 AnyTrainingConfig = TrainingRunConfig | SupervisedRunConfig
 
@@ -105,7 +105,7 @@ class RunMemory:
     saves: bool = True  # checkpoints
     saves_whole_model: bool = True  # False: adapters alone
     backend_key: str = "policy.dtensor_cfg"
-    micro_batch_keys: tuple[str, ...] = ("policy.sequence_packing.train_mb_tokens",)  # in training and scoring
+    micro_batch_keys: tuple[str, ...] = ("policy.sequence_packing.train_mb_tokens",)  # training and scoring
     tokens_per_unit: int = 1  # one unit of these keys
 
     @property
@@ -120,7 +120,7 @@ class RunMemory:
 
     @property
     def transport(self) -> int:
-        """Return what a refit holds besides both weights: buckets, or the largest tensor on both sides."""
+        """Return the bytes that a refit holds besides both weights: buckets, or the largest tensor on both sides."""
         return max(BUCKET_BYTES, 2 * self.policy.compute_bytes * self.policy.shape.head_parameters)
 
     def devices(self) -> dict[str, list[Moment]]:
@@ -154,7 +154,7 @@ class RunMemory:
         return Moment("host", parts)
 
     def problems(self) -> list[str]:
-        """Return what does not fit on a device."""
+        """Return the parts that do not fit on a device."""
         found = [
             f"{moment.name} needs {moment.total / GB:.1f} of {self.capacity / GB:.0f} GB ({device})"
             for device, moments in self.devices().items()
@@ -290,7 +290,7 @@ class MemoryPlan:
 
     title: str
     lines: Sequence[str] = ()
-    problems: Sequence[str] = ()  # what does not fit, then the nearest cure
+    problems: Sequence[str] = ()  # parts that do not fit, then the nearest cure
 
     def __str__(self) -> str:
         verdict = self.problems or (("everything fits",) if self.lines else ())

@@ -23,7 +23,7 @@ from nemo_rl.policy.driver import LocalPolicy, PolicyThread
 from nemo_rl.quickstart import models as quickstart
 from nemo_rl.quickstart.words import load_quickstart_prompts
 
-MAX_TOKENS = 64  # in a question with its spelling
+MAX_TOKENS = 64  # tokens of a question with its spelling
 
 
 async def train_in_thread(recipe: quickstart.Recipe, scratch: Path, *, on_step: quickstart.OnStep | None) -> Path:

@@ -46,7 +46,7 @@ class Job:
     """The use of a recipe by a command."""
 
     verb: str  # the verb of nemo-rl
-    run: Callable[[Any, str], ExitCode]  # with the command line that started it
+    run: Callable[[Any, str], ExitCode]  # called with the configuration and the command line that started it
     plan: Callable[[Any], str]  # printed by --dry-run below the configuration
     common_keys: tuple[str, ...] = ()  # shown by --help
     recipe_of_run: str | None = None  # the function that writes the recipe for a run, whose path may be the first word

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE, REQUEST_FILE = "replicas.json", "replicas.wanted"
 PERIOD_S = 1.0
-SILENT_S = 60.0  # without a new state after which the run is taken to have ended
+SILENT_S = 60.0  # time without a new state after which the run is taken to have ended
 WAIT_S = 600.0
 
 

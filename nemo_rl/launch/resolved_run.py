@@ -92,7 +92,7 @@ async def resolve_on(config: TrainingRunConfig, layout: Layout) -> ResolvedRun:
     _warn_of_short_limits(config, policy)
     config, layout = _fit_engine_to_model(config, layout, policy)
     config = _choose_adapter_refit(config, layout, policy)
-    room = config.policy.max_total_sequence_length - 1  # for one sampled token
+    room = config.policy.max_total_sequence_length - 1  # leaves room for one sampled token
     limit = LengthLimit(policy.encoder, min(config.data.max_input_seq_length or room, room))
     screen = PromptScreen(limit, config.data.overlong, train.held_out, _answer_check(config))
     check_training_prompts(train, screen)

@@ -21,7 +21,7 @@ from nemo_rl.observability.loggers import METRICS_FILE
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE = "run_directory"  # in a directory of checkpoints: the path of their run, relative to it
+RUN_FILE = "run_directory"  # a file beside checkpoints: the path of their run, relative to it
 RECORDS = (METRICS_FILE, "rollouts/train.jsonl", "rollouts/validation.jsonl", "rollouts/details.jsonl")
 DISCARDED = "discarded"  # directory in the run directory
 BLOCK_BYTES = 1 << 20
@@ -32,7 +32,7 @@ class RunDirectory:
     """The directory of a run."""
 
     path: Path
-    is_resumed: bool = False  # the run goes on in its own directory
+    is_resumed: bool = False  # the run continues in its own directory
 
 
 def choose_run_directory(section: LoggerConfig, checkpointing: CheckpointingConfig | None) -> RunDirectory:

@@ -107,7 +107,7 @@ def _read_examples(config: SupervisedRunConfig) -> Callable[[ChatEncoder], list[
 
 
 def in_set(overlong: Overlong, *, is_training: bool) -> Overlong:
-    """Return `data.overlong` for one set: if nothing is trained, a masked example is one that is left out."""
+    """Return `data.overlong` for one set: if nothing is trained, a masked example is dropped."""
     return "drop" if overlong == "mask" and not is_training else overlong
 
 

@@ -18,7 +18,7 @@ from nemo_rl.errors import CheckpointError, ConfigError
 METRICS_FILE = "metrics.jsonl"
 WEIGHTS, ADAPTER = "policy/weights", "policy/adapter"  # directories of a checkpoint
 POLICIES = "policy/adapters"  # a directory for each adapter by name, in a checkpoint of several policies
-CHECKPOINTS = "checkpoints"  # in a run directory, unless `checkpointing.checkpoint_dir` is set
+CHECKPOINTS = "checkpoints"  # a directory of the run, unless `checkpointing.checkpoint_dir` is set
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ async def _open_cluster(
 
 
 def _bytes_of_step(config: TrainingRunConfig | SupervisedRunConfig) -> int:
-    """Return what a step's batches and scores take in the cluster's object store."""
+    """Return the bytes of a step's batches and scores in the cluster's object store."""
     length = config.policy.max_total_sequence_length
     if isinstance(config, SupervisedRunConfig):
         return bytes_of_step(config.policy.train_global_batch_size * config.rows_per_sample, length)

@@ -36,7 +36,7 @@ TERMINAL_CONTROLS = {code: text for code, text in CONTROL_CHARACTERS.items() if 
 NOISY_LIBRARIES = ("vllm", "torch.utils.cpp_extension")
 ROLLOUT_LOG_PERIOD_S = 30.0  # between log lines inside a long step
 ETA_WINDOW_STEPS = 20  # steps from which the remaining time is estimated
-STEP_METRICS = {  # shown while training, by a short name: those that are left out of a full line last come first
+STEP_METRICS = {  # shown while training, by a short name: those that a full line drops last come first
     "reward": "reward",
     "mean_gen_tokens_per_sample": "tokens",
     "truncation_rate": "cut",

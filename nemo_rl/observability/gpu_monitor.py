@@ -60,7 +60,7 @@ def start_gpu_monitor() -> GpuMonitor | None:
 
 
 def query_gpus() -> dict[str, float]:
-    """Return `gpu/<index>/<metric>` of each GPU that the driver shows; a value that it does not know is left out.
+    """Return `gpu/<index>/<metric>` of each GPU that the driver shows; values that it does not know are omitted.
 
     Raises OSError or SubprocessError if nvidia-smi fails.
     """

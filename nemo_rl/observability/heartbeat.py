@@ -122,7 +122,7 @@ def _modules_file(path: Path) -> Path:
 
 
 def read_modules(path: Path) -> list[str]:
-    """Return what the process with this heartbeat file had imported when its training began."""
+    """Return the modules that the process with this heartbeat file had imported when its training began."""
     try:
         return json.loads(_modules_file(path).read_text())
     except (OSError, ValueError):

@@ -142,7 +142,7 @@ class DrawingLogger(CompositeLogger):
     """A composite with loggers that draw distributions."""
 
     def log_histogram(self, name: str, values: Sequence[float], step: int) -> None:
-        """Log a distribution to the loggers that draw them; values that are not finite are left out."""
+        """Log a distribution to the loggers that draw them; values that are not finite are dropped."""
         from nemo_rl.interfaces import HistogramLogger
 
         finite = [value for value in values if math.isfinite(value)]

@@ -19,7 +19,7 @@ BATCH_SIZE = 512
 
 
 class OtlpSink:
-    """A sink that sends spans; counters are left out."""
+    """A sink that sends spans, but no counters."""
 
     def __init__(self, endpoint: str, run_name: str, model_name: str) -> None:
         """`model_name`: the model that spans of generation call."""

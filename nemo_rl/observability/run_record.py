@@ -84,8 +84,8 @@ def recorded_run(
 def read_run_record(run_dir: Path) -> RunRecord | None:
     """Return the record of a run; None if it has none that can be read.
 
-    The state of a start that nobody ended is "died" once no process holds the directory; "running" if that cannot be
-    known here: on another host, or if locks do not work.
+    The state of a start without a recorded end is "died" once no process holds the directory; "running" if that
+    cannot be known here: on another host, or if locks do not work.
     """
     try:
         values = json.loads((run_dir / RECORD_FILE).read_text(encoding="utf-8"))
@@ -99,7 +99,7 @@ def read_run_record(run_dir: Path) -> RunRecord | None:
 
 
 def _as_died(start: RunStart) -> RunStart:
-    """Return a start whose process is gone: "died" if nobody ended it."""
+    """Return a start whose process is gone: "died" if no end was recorded."""
     return replace(start, state="died") if start.state == "running" else start
 
 

@@ -96,9 +96,9 @@ def encode_event(event: Mapping[str, Any]) -> str:
 def read_trace(path: Path) -> Iterator[list[TraceRecord]]:
     """Yield the records of each start of the run, in the order in which they ended; clocks of two starts may differ.
 
-    Events of profiles are left out.
+    Events of profiles are skipped.
 
-    A write that was cut short is left out. Raises ValueError for a line that is no event of this format.
+    A write that was cut short is skipped. Raises ValueError for a line that is no event of this format.
     """
     tracks: dict[int, str] = {}
     records: list[TraceRecord] = []
@@ -141,7 +141,7 @@ def _to_span(event: dict[str, Any], tracks: dict[int, str]) -> SpanRecord:
 
 
 def _read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of all whole members; after one that was cut short goes on with the next."""
+    """Yield the lines of all whole members; after one that was cut short it continues with the next."""
     with path.open("rb") as file, _mapped(file) as data:
         at = 0
         while at < len(data):

@@ -82,7 +82,7 @@ def _encode(names: tuple[str, ...]) -> bytes:
 
 
 def read(path: Path) -> UserCodeSeen:
-    """Return what a process wrote; empty if there is no such file."""
+    """Return the record that a process wrote; empty if there is no such file."""
     try:
         lines = path.read_bytes().split(b"\0")[0].decode(errors="replace").split("\n")
     except OSError:

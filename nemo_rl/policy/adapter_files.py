@@ -48,7 +48,7 @@ class AdapterDescription:
 
 
 def describe_adapter(directory: Path) -> AdapterDescription:
-    """Return what a directory says of its adapter.
+    """Return the description of a directory's adapter.
 
     Raises CheckpointError for one that cannot be read, or of another form than W + alpha / r B A.
     """

@@ -18,7 +18,7 @@ def exchange_rows(
 def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the rows of all ranks in order, `sizes` of each, of which this `rank` gives its own.
 
-    All ranks must go on to compute the same from them: the gradient of a rank's own rows is its own, and not a sum over
+    All ranks must compute the same from them: the gradient of a rank's own rows is its own, and not a sum over
     ranks.
     """
     return cast(torch.Tensor, _Gather.apply(rows, tuple(sizes), rank, group))

@@ -118,7 +118,7 @@ class ExpertRouting:
 
     def _route(self, index: int, router: nn.Module, inputs: Any, output: RouterOutput) -> RouterOutput:
         logits, scores, live = output
-        if self._counted is None:  # a pass that nobody announced
+        if self._counted is None:  # a pass that was not announced
             return output
         ids, recorded = live, None
         if self._routes is not None:

@@ -29,7 +29,7 @@ class RowStatistics(NamedTuple):
     """Results of one pass over the rows of scaled logits, in their dtype."""
 
     log_total: torch.Tensor  # [N] log-sum-exp
-    entropy: torch.Tensor  # [N] nats; 0 unless asked for
+    entropy: torch.Tensor  # [N] nats; 0 unless requested
     chosen: torch.Tensor  # [N, K] scaled logits of the chosen tokens
 
     def part(self, rows: slice) -> "RowStatistics":
@@ -88,7 +88,7 @@ def logits_gradient(
 def row_statistics_in_blocks(
     logits: torch.Tensor, ids: torch.Tensor, *, scale: float = 1.0, entropy: bool = False
 ) -> RowStatistics:
-    """Return what `row_statistics` does, by PyTorch's operations."""
+    """Return the same as `row_statistics`, by PyTorch's operations."""
     log_total, entropies = logits.new_zeros(len(logits)), logits.new_zeros(len(logits))
     for rows in _row_blocks(logits):
         block = logits[rows] if scale == 1.0 else logits[rows] * scale

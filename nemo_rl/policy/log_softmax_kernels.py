@@ -118,7 +118,7 @@ def gradient_kernel(
 def row_statistics(
     logits: torch.Tensor, ids: torch.Tensor, scale: float, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-sum-exp [N], entropy [N] (0 unless asked for) and scaled logits of `ids` [N, K], in float32."""
+    """Return log-sum-exp [N], entropy [N] (0 unless requested) and scaled logits of `ids` [N, K], in float32."""
     results = _empty_statistics(logits, ids, scale, entropy)
     if len(logits) > 0:
         with torch.cuda.device_of(logits):

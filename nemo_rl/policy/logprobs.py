@@ -35,7 +35,7 @@ from nemo_rl.token_columns import SAMPLING_MASK
 
 LOGPROBS_ONLY = RequiredScores()
 CPU = torch.device("cpu")
-KEEPS_FLOAT32_LOGITS = True  # for bfloat16 models; scripts/acceptance clears it to measure the cost of rounding
+KEEPS_FLOAT32_LOGITS = True  # applies to bfloat16 models; scripts/acceptance clears it to measure the cost of rounding
 ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger(__name__)

@@ -163,7 +163,7 @@ class RankMemory:
     experts: int = 1  # ranks that divide a layer's experts among them; loads are assumed to be equal
     expert_tensor: int = 1  # ranks that share each expert (Megatron)
     train_tokens: int = 0  # per micro-batch, over all ranks that share it
-    score_tokens: int = 0  # per pass without gradients, likewise
+    score_tokens: int = 0  # the same per pass without gradients
     longest: int = 1  # tokens of the longest sample, the least that a micro-batch can have
     chunk: int | None = 1024  # positions whose logits exist at once
     recomputes: bool = False  # activation_checkpointing
@@ -221,7 +221,7 @@ class RankMemory:
 
     @property
     def layer_activations(self) -> int:
-        """Return what a layer keeps of one token for its backward pass.
+        """Return the bytes that a layer keeps per token for its backward pass.
 
         Two norms keep a float32 copy of their input, the normalized values and their output, which is gathered if the
         residual stream is divided; attention keeps queries, keys, values, its output and a log-sum-exp per head; the
@@ -239,7 +239,7 @@ class RankMemory:
 
     @property
     def activations(self) -> int:
-        """Return what a micro-batch keeps between forward and backward."""
+        """Return the bytes that a micro-batch keeps between forward and backward."""
         layers, tokens = math.ceil(self.shape.num_hidden_layers / self.stages), self._slice(self.train_tokens)
         if not self.recomputes:
             return layers * tokens * self.layer_activations
@@ -289,7 +289,7 @@ class RankMemory:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Return what a rank sends per layer and token of its slice in a forward pass; backward it is as much.
+        """Return the bytes that a rank sends per layer and token of its slice in a forward pass; backward as many.
 
         Queries and the result have all heads, keys and values as many that the ranks divide them.
 

@@ -256,7 +256,7 @@ def _cut(batch: TensorCollection, width: int) -> TensorDict:
 
 
 def columns_of(batch: TrainingBatch) -> dict[str, torch.Tensor] | None:
-    """Return what engines decided per token, [B, T, ...] by name; None if no row of the batch has any."""
+    """Return the engines' decisions per token, [B, T, ...] by name; None if no row of the batch has any."""
     columns = batch.get(keys.COLUMNS, None)
     return None if columns is None else dict(columns.items())
 

@@ -49,7 +49,7 @@ class ReturnStream:
         return None if self._stream is None else self._stream.record_event()
 
     def let_current_wait(self, event: Any) -> None:
-        """Let the current stream wait for an event; the host goes on."""
+        """Let the current stream wait for an event; the host continues."""
         assert self._stream is not None
         torch.cuda.current_stream(self._stream.device).wait_event(event)
 

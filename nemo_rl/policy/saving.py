@@ -53,7 +53,7 @@ class BackgroundSave:
                 use_pinned_memory=is_cuda,
                 use_shared_memory=False,
                 use_async_staging=False,
-                use_non_blocking_copy=is_cuda,  # by one synchronization
+                use_non_blocking_copy=is_cuda,  # one synchronization for all
             )
         )
 

@@ -67,7 +67,7 @@ class SharedPrefixLogprobs(CausalLogprobs):
         *,
         is_shared: bool = True,
     ) -> TokenScores:
-        """Return what `CausalLogprobs` does; raises PolicyError for images, whose features no tree has."""
+        """Return the same as `CausalLogprobs`; raises PolicyError for images, whose features no tree has."""
         if images is not None:
             raise PolicyError("policy.sequence_packing.share_prefixes: prefixes with images are not shared")
         needed = F.pad(needed[:, 1:], (1, 0))

@@ -325,7 +325,7 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         return {**reduce_over_optimizer_steps(steps), **own}
 
     def _peak_flops(self) -> dict[str, float]:
-        """Return what the ranks' devices could compute in a second; {} for devices that are not known."""
+        """Return the operations per second of the ranks' devices; {} for devices that are not known."""
         peaks = peaks_of(name_of_device(self.device))
         return {} if peaks is None else {"train_peak_flops": self.layout.world_size * peaks.flops}
 

@@ -23,9 +23,7 @@ class Advice:
     change: str  # the key, and its new value or its direction
     gain_s: float  # seconds that the change saves per step, estimated from the trace
     reason: str
-    values: Mapping[str, int | bool] = field(
-        default_factory=dict
-    )  # values that the change sets, by key, if they are known
+    values: Mapping[str, int | bool] = field(default_factory=dict)  # values of the change by key, if they are known
     is_planned: bool = False  # whether the gain is the planner's (planned_advice.py)
 
 
@@ -163,13 +161,13 @@ RULES: tuple[tuple[str, Callable[[_Wait], Advice]], ...] = (
 
 
 def _on_micro_batches(bubbles: Bubbles, timeline: Timeline, config: Config) -> Iterator[Advice]:
-    """Yield what larger micro-batches save: the time that each takes whatever its size, by least squares."""
+    """Yield the advice of larger micro-batches: they save the fixed time of each, by least squares."""
     fixed_s, largest = fixed_cost(timeline)
     parts = timeline.micro_batches
     if not parts or not timeline.steps:
         return
     num_per_step = len(parts) / len(timeline.steps)
-    saved_s = fixed_s * num_per_step * 0.75  # by micro-batches of four times the size
+    saved_s = fixed_s * num_per_step * 0.75  # saved by micro-batches of four times the size
     size = lookup(config, "policy.train_micro_batch_size")
     packed = lookup(config, "policy.sequence_packing.enabled")
     change = (

@@ -13,7 +13,7 @@ from nemo_rl.tracing import GENERATION
 
 TAIL = "generation: few rollouts left"
 TAIL_SHARE = 0.25  # an engine is nearly empty below this share of the most that ran at once in a wait
-NUM_WARM_UP_STEPS = 1  # left out if others follow: the first step compiles and fills caches
+NUM_WARM_UP_STEPS = 1  # dropped if others follow: the first step compiles and fills caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Bubbles:
     num_steps: int
     step_s: float
     trainer_busy_s: float
-    engine_busy_s: float  # at least one rollout waits for it
+    engine_busy_s: float  # time in which at least one rollout waits for it
     waits_s: Mapping[str, float]  # waits of the trainer by cause, longest first
-    unaccounted_s: float  # in no phase
+    unaccounted_s: float  # time in no phase
     longest: Sequence[Segment]  # the longest single links of critical paths
 
     @property
@@ -65,7 +65,7 @@ def count_bubbles(timeline: Timeline, *, num_longest: int = 5) -> Bubbles | None
 
 
 def _waits(timeline: Timeline, step: Step) -> list[Segment]:
-    """Return what the trainer waited for in a step while it did not compute, without overlaps."""
+    """Return the trainer's waits in a step while it did not compute, without overlaps."""
     taken = intervals.union(each for name in POLICY_PHASES for each in step.phases.get(name, ()))
     segments: list[Segment] = []
     for name, phase in step.phases.items():

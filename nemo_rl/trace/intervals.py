@@ -24,7 +24,7 @@ def clip(intervals: Iterable[Interval], start: int, end: int) -> list[Interval]:
 
 
 def gaps(covered: Sequence[Interval], start: int, end: int) -> list[Interval]:
-    """Return what a union leaves of a window."""
+    """Return the parts of a window that a union does not cover."""
     edges = [start, *(edge for interval in clip(covered, start, end) for edge in interval), end]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
 

@@ -46,10 +46,10 @@ class Schedule:
     age: int | None  # max_trajectory_age_steps in the background; None: collected before each step
     num_engines: int
     max_num_seqs: int  # sequences at once per engine
-    calls: Mapping[str, int]  # at once, of an environment or scorer by the name of its wait; absent: any number
+    calls: Mapping[str, int]  # concurrent calls of an environment or scorer by the name of its wait; absent: any number
     micro_batch_scale: float = 1.0  # size of a micro-batch relative to the traced run's
     trainer_scale: float = 1.0  # ranks that share the samples, relative to the traced run's
-    num_devices: int = 1  # that train and sample
+    num_devices: int = 1  # devices that train and sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Comparison:
     """A traced run, and what is planned for its values from the trace of another."""
 
     run: str
-    values: Values  # that differ from the planned run's
+    values: Values  # values that differ from the planned run's
     planned_s: float  # seconds per step
     measured_s: float
 

@@ -11,7 +11,7 @@ from nemo_rl.trace.workload import EngineCurve
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest
 from nemo_rl.weight_manifests import Weights
 
-RESOLUTION_S = 1e-6  # what ends within it ends now
+RESOLUTION_S = 1e-6  # events within it happen now
 
 Size = Callable[[GenerationRequest], tuple[int, int]]  # tokens to wait for, and the one token of the answer
 

@@ -48,7 +48,7 @@ class PlannerKeys:
 
     @property
     def limits(self) -> Limits:
-        """Return what the run could do at once."""
+        """Return the run's limits of concurrency."""
         schedule = self.schedule(self.present)
         return Limits(schedule.max_num_seqs, schedule.num_engines, schedule.calls)
 
@@ -97,7 +97,7 @@ class PlannerKeys:
         return value if isinstance(value, int) else otherwise
 
     def schedule(self, values: Values) -> Schedule:
-        """Return what the values ask for."""
+        """Return the schedule that the values of keys describe."""
         micro_batch = "policy.train_micro_batch_size"
         calls: dict[str, int] = {}
         for key, (wait, size) in self.calls.items():

@@ -16,7 +16,7 @@ from nemo_rl.trace.workload import EngineCurve, PlannedRollout, PlannedTurn, Tra
 
 MEMORY_SHARE = 0.6  # share of the memory's bandwidth that sampling reaches
 FLOPS_SHARE = 0.35  # share of the peak that training reaches
-LINK_BYTES_PER_S = 25e9  # that a refit sends
+LINK_BYTES_PER_S = 25e9  # bandwidth of a refit
 STEP_OVERHEAD_S = 0.004  # per step of the engine beside the device: scheduling, sampling
 LENGTH_SPREAD = 0.7  # standard deviation of the logarithm of lengths
 BYTES_PER_NUMBER = 2  # bfloat16

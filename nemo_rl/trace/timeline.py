@@ -106,7 +106,7 @@ class Timeline:
         return [each for each in self.generation[first:last] if each[1] > start_ns]
 
     def critical_path(self, start_ns: int, end_ns: int) -> list[Segment]:
-        """Return what a wait for rollouts from `start_ns` to `end_ns` was spent on, latest first.
+        """Return the parts of a wait for rollouts from `start_ns` to `end_ns`, latest first.
 
         It ends with the rollout that ended last in it, which is followed back to its start; before that counts the
         rollout that had ended last then, as it made room.
@@ -127,7 +127,7 @@ class Timeline:
         return path
 
     def _segments(self, rollout: SpanRecord, start_ns: int, end_ns: int) -> Iterator[Segment]:
-        """Yield what a rollout waited for in a window, latest first; of overlapping waits the one that began last."""
+        """Yield the waits of a rollout in a window, latest first; of overlapping waits the one that began last."""
         waits = self.waits.get(rollout.span_id, ())
         edges = {edge for wait in waits for edge in (wait.start_ns, wait.end_ns) if start_ns < edge < end_ns}
         until, cause = end_ns, None

@@ -20,7 +20,7 @@ from nemo_rl.trace.intervals import Interval
 from nemo_rl.trace.timeline import Step, Timeline
 from nemo_rl.tracing import GENERATION, SpanRecord
 
-ENVIRONMENT, SCORER = "environment ", "scorer "  # what the names of those waits begin with
+ENVIRONMENT, SCORER = "environment ", "scorer "  # prefixes of the names of those waits
 AGENTS = ("agent ", "NeMo Gym's ")
 
 
@@ -48,7 +48,7 @@ class EngineCurve:
     token_s: float
     sequence_s: float
     request_s: float = 0.0  # per request beside its tokens: prefill, HTTP
-    beside_training_s: float = 0.0  # that a token takes longer while the policy computes
+    beside_training_s: float = 0.0  # additional time per token while the policy computes
 
     def seconds(self, num_running: int, *, is_training: bool) -> float:
         """Return the seconds of a token."""
@@ -87,9 +87,8 @@ class Limits:
 
     num_sequences: int  # per engine
     num_engines: int
-    calls: Mapping[
-        str, int
-    ]  # concurrent calls of an environment or scorer, by the name of its wait; absent: any number
+    # concurrent calls of an environment or scorer, by the name of its wait; absent: any number
+    calls: Mapping[str, int]
 
 
 def fit_workload(timeline: Timeline, limits: Limits) -> Workload:
@@ -181,7 +180,7 @@ def _plan(timeline: Timeline, rollout: SpanRecord, service: Mapping[str, float])
 
 
 def _agent_seconds(start_ns: int, end_ns: int, calls: Sequence[SpanRecord]) -> list[float]:
-    """Return what an agent takes itself after each of its calls of the model; what precedes the first counts last."""
+    """Return an agent's own time after each of its calls of the model; its time before the first counts last."""
     own, until = [], start_ns
     for call in calls:
         own.append(max(call.start_ns - until, 0) / 1e9)
@@ -290,7 +289,7 @@ class _Area:
 
 
 def _non_negative_least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the coefficients of columns, none below 0: the most negative is left out until none is.
+    """Return the coefficients of columns, none below 0: the most negative is dropped until none is.
 
     Columns of one length: what proportional ones explain together is divided equally among them.
     """

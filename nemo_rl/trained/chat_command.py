@@ -23,9 +23,9 @@ from nemo_rl.errors import ConfigError, GenerationError
 from nemo_rl.launch.trained_model import TrainedModel, add_model_arguments, chosen_model
 from nemo_rl.trained.serve_command import server_command, server_environment
 
-END_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # for the supervisor to end
-START_S = 900.0  # for vLLM to load the model and to compile
-ANSWER_S = 600.0  # without a token
+END_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # time for the supervisor to end
+START_S = 900.0  # time for vLLM to load the model and to compile
+ANSWER_S = 600.0  # longest time without a token
 LOG_TAIL = 2000  # characters of the server's log in an error
 COMMANDS = "/reset begins anew, /system TEXT sets the system message, /quit ends; Ctrl-C stops an answer"
 
@@ -79,7 +79,7 @@ class Chat:
 
 
 def _describe(error: Exception) -> str:
-    """Return what a server said about a request that it refused, or what happened to it."""
+    """Return the server's reason for refusing a request, or the error of the connection."""
     if not isinstance(error, urllib.error.HTTPError):
         return f"the server does not answer: {error}"
     text = error.read().decode("utf-8", "replace")

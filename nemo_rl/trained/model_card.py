@@ -87,7 +87,7 @@ def _cell(values: Mapping[str, float], name: str) -> str:
 
 
 def _read_metrics(trained: TrainedModel) -> dict[int, dict[str, float]]:
-    """Return the numbers by step: of a step that was repeated after a resume the last; broken lines are left out."""
+    """Return the numbers by step: of a step that was repeated after a resume the last; broken lines are skipped."""
     steps: dict[int, dict[str, float]] = {}
     if trained.run_dir is None:
         return steps

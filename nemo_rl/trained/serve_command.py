@@ -22,7 +22,7 @@ from nemo_rl.launch.trained_model import TrainedModel, add_model_arguments, chos
 from nemo_rl.weight_sync.adapters import MAX_RANK
 
 HIGHEST_PORT = 65_535
-MAX_RUNNING_ADAPTERS = 8  # in one step of the engine; others wait
+MAX_RUNNING_ADAPTERS = 8  # adapters in one step of the engine; others wait
 MIDDLEWARE = "nemo_rl.generation.vllm.model_names.ModelNames"
 # On a CPU vLLM would compile for minutes and take half of the memory, and a prompt computed in parts kills its engine.
 CPU_OPTIONS = (

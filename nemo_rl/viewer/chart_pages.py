@@ -18,8 +18,8 @@ from nemo_rl.viewer.distributions import distribution_charts, expert_load_chart
 from nemo_rl.viewer.page import Page, address, whole_number
 from nemo_rl.viewer.viewer_sources import ViewerSource, ViewerSources
 
-MAX_CHARTS = 60  # on one page
-MAX_RUNS = 8  # over each other
+MAX_CHARTS = 60  # charts on one page
+MAX_RUNS = 8  # runs over each other
 MAX_OFFERED = 60  # further runs to choose from
 MAX_SMOOTHING = 0.99
 Resolve: TypeAlias = Callable[[str], str | None]  # the link to an address; None for a page that does not exist

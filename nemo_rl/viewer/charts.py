@@ -36,7 +36,7 @@ class ChartView:
     """Options of the drawing of lines."""
 
     smoothing: float = 0.0  # weight of the past in an exponential moving average, below 1; 0: none
-    is_log: bool = False  # logarithmic values; those of 0 and below are left out
+    is_log: bool = False  # logarithmic values; those of 0 and below are not drawn
     first: int | None = None  # first and last step shown; None: all
     last: int | None = None
     size: tuple[int, int] = SMALL
@@ -119,7 +119,7 @@ def stacked_chart(title: str, lines: Sequence[ChartLine], *, view: ChartView = C
 def heat_map(title: str, steps: Any, values: Any, *, num_rows: int = 16, view: ChartView = ChartView()) -> Markup:
     """Return the distribution of values [N] over steps [N]: darker where more of a step's values lie.
 
-    Values that are not finite are left out; "" with fewer than two steps or with equal values.
+    Values that are not finite are not drawn; "" with fewer than two steps or with equal values.
     """
     known = np.isfinite(values) & (steps >= 0)
     steps, values = steps[known], values[known]

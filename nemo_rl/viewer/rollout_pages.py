@@ -23,7 +23,7 @@ from nemo_rl.viewer.rollout_set import RolloutSet
 from nemo_rl.viewer.viewer_sources import ViewerSource
 
 TARGET_CHARS = 4000  # the expected answer on a rollout's page
-MAX_PICTURES = 16  # on a rollout's page
+MAX_PICTURES = 16  # pictures on a rollout's page
 MAX_OPTIONS = 500  # choices of a filter
 
 
@@ -143,7 +143,7 @@ def _options(rollouts: RolloutSet, column: str) -> list[str]:
 
 
 def _verdict(row: Mapping[str, Any]) -> str:
-    """Return what the reward says of a rollout: failed, right (at least 1), wrong (0 or less), partly right."""
+    """Return the verdict of the reward on a rollout: failed, right (at least 1), wrong (0 or less), partly right."""
     reward = row.get("reward")
     if row.get("failure") or not isinstance(reward, int | float):
         return "failed" if row.get("failure") else "not scored"

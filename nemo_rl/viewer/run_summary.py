@@ -35,11 +35,11 @@ class RunSummary:
     duration_s: float | None  # all starts together
     model: str
     data: str
-    num_steps: int | None  # that the configuration asks for
+    num_steps: int | None  # steps of the configuration
 
     @property
     def text(self) -> str:
-        """Return what a search reads, in lower case."""
+        """Return the text that a search reads, in lower case."""
         return " ".join((self.name, self.cause, *self.tags, self.notes, self.model, self.data)).lower()
 
 

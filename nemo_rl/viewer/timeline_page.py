@@ -24,7 +24,7 @@ from nemo_rl.viewer.viewer_sources import ViewerSource
 MAX_TRACE_BYTES = 64 << 20  # compressed: about 3 million spans, which take a few GB of memory
 MAX_LANES = 150  # drawn per track
 LANE_HEIGHT, TRACK_GAP, AXIS = 14, 20, 24
-INSET = 3  # by which a span is lower than the one that it is within
+INSET = 3  # a span is lower by this than the one that it is within
 MIN_WIDTH = 0.4  # a bar's; narrower ones that follow each other are one
 NUM_TICKS = 8
 KEY = '<svg class="key" viewBox="0 0 1 1"><rect class="fill c{}" width="1" height="1"/></svg>'  # in the legend

@@ -101,7 +101,7 @@ class ViewerSource:
         return self.record != before
 
     def remember(self, name: str, compute: Callable[[], ResultT]) -> ResultT:
-        """Return what `compute` returns, computed once for each version of the source."""
+        """Return the result of `compute`, computed once for each version of the source."""
         version, value = self._remembered.get(name, (-1, None))
         if version != self.version:
             value = compute()

@@ -30,7 +30,7 @@ _STREAMS: dict[tuple[str, int], TensorStream] = {}  # joined in the policy's pro
 class Broadcast:
     """Broadcasts the weights to `workers_per_engine` workers of each engine.
 
-    The group is created anew if the set of engines has changed since the last refit.
+    The group is created again if the set of engines has changed since the last refit.
     """
 
     def __init__(self, *, backend: str, workers_per_engine: int = 1, timeout_s: float = TIMEOUT_S) -> None:

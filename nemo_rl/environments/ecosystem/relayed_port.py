@@ -15,7 +15,7 @@ from pathlib import Path
 from yarl import URL
 
 LOCALHOST = "127.0.0.1"
-MAX_CONNECTIONS = 32  # at once, per container; further ones are closed
+MAX_CONNECTIONS = 32  # concurrent connections per container; further ones are closed
 CHUNK_BYTES = 65_536
 # Arguments: descriptor, port, program and its arguments.
 LAUNCHER = """

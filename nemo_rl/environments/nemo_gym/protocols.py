@@ -25,7 +25,7 @@ class RolloutIdentity:
     """The names by which a stack knows a rollout."""
 
     rollout_id: str = field(default_factory=lambda: uuid4().hex)  # unique in the stack; letters, digits, ".", "_", "-"
-    task_id: str = "row"  # for rows that do not name their task
+    task_id: str = "row"  # task of rows that name none
 
     def capture_key(self, attempt: int) -> str:
         """Return the key under which Gym captures an attempt's calls of the model."""

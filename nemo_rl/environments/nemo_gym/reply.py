@@ -102,7 +102,7 @@ class GymReply:
     output: tuple[Mapping[str, Any], ...] = ()  # items of the response: messages, reasoning, tool calls and results
     reward_components: Mapping[str, float] = field(default_factory=dict)  # by name, of which `reward` is the sum
     extras: Mapping[str, float | str] = field(default_factory=dict)  # further numbers and texts of the environment
-    capture_key: str = ""  # under which Gym captures the rollout's calls; empty before nemo-gym 0.7
+    capture_key: str = ""  # key under which Gym captures the rollout's calls; empty before nemo-gym 0.7
 
 
 def parse_reply(body: object) -> GymReply:

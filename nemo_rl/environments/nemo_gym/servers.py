@@ -26,7 +26,7 @@ from nemo_rl.environments.nemo_gym.reply import GymInvalidReply, GymUnavailable
 REQUEST_TIMEOUT_S = 10.0  # per request to the head server, or probe of a server
 ANY_ADDRESS = ("0.0.0.0", "::")
 ROUTES_KEY = "environment_server_routes"  # Gym's own: environment servers by taskset
-STACK_ID_KEY = "nemo_rl_stack_id"  # in the configuration of a stack that the run started
+STACK_ID_KEY = "nemo_rl_stack_id"  # a key in the configuration of a stack that the run started
 CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 GATEWAY_STATUSES = (502, 503, 504)
 

@@ -32,14 +32,14 @@ STACK_ID_VARIABLE = "NEMO_RL_GYM_STACK"  # the stack's id in the environment of 
 START_SCRIPT = "import sys; sys.argv = ['gym', 'env', 'start']; from nemo_gym.cli.main import main; sys.exit(main())"
 IN_GYM = Path(__file__).with_name("in_gym")  # modules for Gym's processes
 TRACED = IN_GYM / "traced"  # those of a stack whose spans are sent
-TRACE_VARIABLES = {  # for FastAPI, which makes the spans of Gym's servers
+TRACE_VARIABLES = {  # variables of FastAPI, which makes the spans of Gym's servers
     "FASTAPI_OTEL_AUTO_CONFIGURE": "true",
     "OTEL_TRACES_SAMPLER": "parentbased_always_off",  # spans of rollouts; those of probes have no parent
     "OTEL_BSP_SCHEDULE_DELAY": "500",  # milliseconds between two exports
     "OTEL_BSP_MAX_QUEUE_SIZE": "65536",  # spans between two exports; later ones are dropped
 }
 POLL_S = 0.5
-CLOSE_TIMEOUT_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # for the supervisor to end
+CLOSE_TIMEOUT_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # time for the supervisor to end
 RAY_IS_LATE = "The current node timed out during startup"  # Ray's error at its limits for its own start
 RAY_STARTS = 4  # a Ray whose agents need over 15 s is dead, which it notices at its limit alone: another is started
 RAY_LIMITS = ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_request_timeout_seconds")  # 30 and 60 s by default
@@ -56,7 +56,7 @@ class GymStack:
         """Use `start`."""
         self.head_url = head_url
         self.log_file = log_file
-        self.stack_id = stack_id  # in the configuration that its head server shows
+        self.stack_id = stack_id  # shown in the configuration of its head server
         self._process = process
 
     @classmethod

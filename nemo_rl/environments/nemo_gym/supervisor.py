@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 INTERRUPT_GRACE_S = 10.0  # between the interrupt and the kill
-KILL_TIMEOUT_S = 20.0  # for killed processes to disappear
+KILL_TIMEOUT_S = 20.0  # time for killed processes to disappear
 POLL_INTERVAL_S = 0.2
 
 

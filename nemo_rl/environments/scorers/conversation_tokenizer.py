@@ -17,7 +17,7 @@ from nemo_rl.types import Message, ResponseFault
 
 UNREADABLE = "unreadable_by_scorer"  # a response fault
 FIRST_MARK = 0xF0000  # begins a private-use area, one character per special token
-ANY_RESPONSE = Message("assistant", "x")  # that every template and tokenizer takes
+ANY_RESPONSE = Message("assistant", "x")  # accepted by every template and tokenizer
 
 
 class ConversationTooLong(Exception):

@@ -34,7 +34,7 @@ def engine_arguments(section: VllmGenerationConfig, model: EngineModel) -> dict[
         "skip_tokenizer_init": not has_tokenizer(model.model_path),
         "generation_config": "vllm",  # ignore the sampling defaults of the model
         "logprobs_mode": "processed_logprobs",  # log_softmax(logits / temperature)
-        "max_logprobs": MAX_SET_SIZE + 1,  # by which an engine tells the set that a token was drawn from
+        "max_logprobs": MAX_SET_SIZE + 1,  # likeliest tokens, from which the set that a token was drawn from is read
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -73,7 +73,7 @@ def sends_spans(section: VllmGenerationConfig, model: EngineModel) -> bool:
 
 
 def _profile_arguments(section: VllmGenerationConfig, model: EngineModel) -> dict[str, Any]:
-    """Return what lets vLLM's workers write profiles; a core in this process is in the profile of the policy there."""
+    """Return the arguments that let vLLM's workers write profiles; a core in this process is part of the policy's."""
     if model.profile_dir is None or section.vllm_cfg.in_process:
         return {}
     profiler = {"profiler": "torch", "torch_profiler_dir": str(model.profile_dir.absolute())}

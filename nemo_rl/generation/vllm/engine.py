@@ -404,7 +404,7 @@ def start_engine(section: VllmGenerationConfig, model: EngineModel) -> "AsyncLLM
 
 
 def _counters(trace: TraceConfig) -> "list[StatLoggerFactory] | None":
-    """Return what makes vLLM time its requests and tell its counters; without it vLLM spends no time on either."""
+    """Return the loggers by which vLLM reports its counters and times its requests; None without a trace."""
     if not trace.enabled:
         return None
     from nemo_rl.generation.vllm.stat_logger import TraceStatLogger  # imports vLLM
@@ -461,7 +461,7 @@ def to_completion(
     """Return the request's result; `version` is the weight version at its start, used if the engine reports none, or if
     it holds to the end.
 
-    `columns` are those from elsewhere; `num_likeliest` tokens were asked for beside each sampled one.
+    `columns` are those from elsewhere; `num_likeliest` tokens were requested beside each sampled one.
     """
     sampled: Any = output.outputs[0]
     if sampled.finish_reason not in ("stop", "length"):

@@ -15,9 +15,9 @@ from nemo_rl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")  # by tensor parallelism
-SEQUENCE_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by sequence parallelism
-EXPERT_MODEL_TYPES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # by expert parallelism
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")  # types with a plan of tensor parallelism
+SEQUENCE_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # types with sequence parallelism
+EXPERT_MODEL_TYPES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # types with expert parallelism
 LENGTH_ROPES = ("dynamic", "longrope")  # frequencies of a whole row
 COMPILED_MODEL_TYPES = ("llama", "qwen2", "qwen3")  # by default: tests show that their outputs and gradients are equal
 DIVIDED_WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

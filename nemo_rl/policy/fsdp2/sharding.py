@@ -86,7 +86,7 @@ def shard(
             _shard_experts(experts, mesh, mp_policy=of_experts, offload_policy=offload)
     for layer in decoder_layers(module):
         if param_dtype is not None:
-            for router in find_routers(layer):  # in float32, like the scores
+            for router in find_routers(layer):  # routers stay in float32, like the scores
                 fully_shard(
                     router, mesh=mesh["shards"], mp_policy=replace(precision, param_dtype=None), offload_policy=offload
                 )
@@ -100,7 +100,7 @@ def _split_matrices(module: CausalLogprobs, mesh: DeviceMesh, *, is_residual_spl
     split_vocabulary(module, mesh)
     if is_residual_split:
         split_residual(module.model, mesh)
-    for name, parameter in module.named_parameters():  # torch makes weights of norms anew, which train by default
+    for name, parameter in module.named_parameters():  # torch makes new weights of norms, which train by default
         if name in frozen:
             parameter.requires_grad_(False)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", *MIXTURE_TYPES)
 SUPPORTED_OPTIMIZERS = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
 PEFT_KEY = "policy.megatron_cfg.peft"
-MATRICES = {  # that Megatron's linear layers hold, under Hugging Face's names
+MATRICES = {  # matrices of Megatron's linear layers, under Hugging Face's names
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),

@@ -34,7 +34,7 @@ class Kernels:
             "bias_dropout_fusion": self.compiled,  # bias and residual sum, by jit_fuser
             "gradient_accumulation_fusion": self.apex_gradients,
             "apply_rope_fusion": self.transformer_engine,
-            "masked_softmax_fusion": False,  # for Megatron's own attention; CausalAttention computes in its place
+            "masked_softmax_fusion": False,  # belongs to Megatron's own attention; CausalAttention replaces it
             "persist_layer_norm": False,  # belongs to Apex's LayerNorm; these models have RMSNorm
         }
 

@@ -20,7 +20,7 @@ EXPERT_BIAS = "router.expert_bias"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 NamedT = TypeVar("NamedT")
-Value = Callable[[torch.Tensor], torch.Tensor]  # from a parameter or buffer of the stage
+Value = Callable[[torch.Tensor], torch.Tensor]  # a function of a parameter or buffer of the stage
 Store = Callable[[torch.Tensor, torch.Tensor], object]
 
 

@@ -70,8 +70,8 @@ class RunningRequest:
     outputs: asyncio.Queue[Any]  # RequestOutput or an exception, for the event loop
     detokenizer: IncrementalDetokenizer | None  # None without stop strings
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)  # per step, [tokens, 1 + likeliest tokens asked for]
-    logprob_ids: list[np.ndarray] = field(default_factory=list)  # ids to these, if any likeliest tokens are asked for
+    logprobs: list[np.ndarray] = field(default_factory=list)  # per step, [tokens, 1 + likeliest tokens requested]
+    logprob_ids: list[np.ndarray] = field(default_factory=list)  # ids to these, if any likeliest tokens are requested
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # weights, index of their first token
     times: RequestStateStats | None = None  # None: the engine is not traced
 

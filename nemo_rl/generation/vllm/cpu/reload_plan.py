@@ -86,7 +86,7 @@ class PlannedLayer:
             return False
         if (tuple(held.shape), tuple(held.stride())) == (planned.shape, planned.stride):
             return True
-        # After packing vLLM keeps an empty weight. It is allocated anew, so the copies must write all of it.
+        # After packing vLLM keeps an empty weight. It is allocated again, so the copies must write all of it.
         is_allocated = self.is_packed and planned.name == "weight" and held.numel() == 0 and len(planned.shape) == 2
         return is_allocated and bool(written.all())
 

@@ -24,7 +24,7 @@ class RouteTable:
     """Records the routes of a model runner; a request is known by the name that the front end gave it.
 
     Memory: S * L * k bytes for up to 255 experts, and the rows of finished requests that were not taken yet. The front
-    end takes or drops every request, so these stay as few as its answers under way.
+    end takes or drops every request, so these stay as few as its answers in flight.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -55,7 +55,7 @@ class RouteTable:
         return [self._take(name, count, running.get(name)) for name, count in names]
 
     def drop(self, names: Iterable[str]) -> None:
-        """Forget requests that nobody awaits any more."""
+        """Forget requests that are no longer awaited."""
         running = self._running()
         for name in names:
             self._finished.pop(name, None)
