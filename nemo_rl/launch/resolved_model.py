@@ -78,9 +78,6 @@ def check_vision(policy: PolicyConfig, model: PreTrainedConfig) -> None:
     if policy.parallelism.num_context_parallel_ranks > 1:
         key, size = f"policy.{policy.backend_key}.context_parallel_size", policy.parallelism.num_context_parallel_ranks
         raise ConfigError(key, size, f"{kind}; allowed: 1")
-    if policy.parallelism.adapters is not None:
-        problem = f"{kind}, and adapters would reach its vision tower; allowed: false"
-        raise ConfigError(f"policy.{policy.backend_key}.{policy.parallelism.ADAPTER_KEY}.enabled", True, problem)
     if not policy.parallelism.SEES:
         raise ConfigError("policy.model_name", policy.model_name, f"{kind}; allowed: policy.backend fsdp2")
 

@@ -7,29 +7,34 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nemo_rl.config.lora import LORA_KEY, LoraAdapterConfig
 from nemo_rl.config.moe import num_experts
+from nemo_rl.distributed.vision_towers import auto_class
 from nemo_rl.errors import ConfigError
+from nemo_rl.policy.hf_model import text_decoder
 
 
 def check_modules(section: LoraAdapterConfig, model_config: PreTrainedConfig, *, key: str = LORA_KEY) -> None:
     """Raise ConfigError for names of layers that a model of this configuration does not have; needs no weights."""
     if section.enabled:
         with torch.device("meta"):
-            select_adapted_modules(AutoModelForCausalLM.from_config(model_config), section, key=key)
+            select_adapted_modules(auto_class(model_config).from_config(model_config), section, key=key)
 
 
 def select_adapted_modules(model: PreTrainedModel, section: LoraAdapterConfig, *, key: str = LORA_KEY) -> list[str]:
     """Return the full names of the layers that get an adapter, in the model's order; `key` is the section's.
+
+    Those of a model that sees are in its decoder: the vision tower and its projector have none.
 
     Raises:
         ConfigError: a name that no layer has, or nothing left to adapt.
     """
     output = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    allowed = [name for name, module in linear.items() if module is not output]
+    decoder = set(text_decoder(model).modules())
+    allowed = [name for name, module in linear.items() if module in decoder and module is not output]
     has_experts = num_experts(model.config) > 0
     _check_patterns(f"{key}.target_modules", section.target_modules, allowed, has_experts=has_experts)
     _check_patterns(f"{key}.exclude_modules", section.exclude_modules, list(linear), has_experts=has_experts)

@@ -1,6 +1,7 @@
 """Engines and policy see the same pictures: log-probs of both before and after a refit of all weights."""
 
 import asyncio
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,10 @@ class Seeing:
 
     def __init__(self, runner: asyncio.Runner, kind: str, engine: str, path: Path) -> None:
         self.runner = runner
-        save_vision_model("idefics3" if kind == "tiles" else kind, path, splits=kind == "tiles")
+        self.path = path
+        self.model_type = "idefics3" if kind == "tiles" else kind
+        model, _ = save_vision_model(self.model_type, path, splits=kind == "tiles")
+        self.class_name = type(model).__name__
         images = ImageEncoder.load(str(path))
         self.encoder = ChatEncoder(images._processor.tokenizer, images=images)
         logs = [self.encoder.encode_prompt((message,)) for message in QUESTIONS]
@@ -72,9 +76,8 @@ class Seeing:
         if engine == "hf":
             self.engine: Any = HFGeneration(str(path), max_batch_size=4, max_model_len=MAX_LENGTH)
             return
-        kind = "qwen2_5_vl" if kind == "qwen2_5_vl" else "idefics3"
-        model = EngineModel(str(path), "float32", MAX_LENGTH, "cpu", vision_type=kind)
-        self.engine = runner.run(VllmGeneration.create(section(in_process=True), model))
+        engine_model = EngineModel(str(path), "float32", MAX_LENGTH, "cpu", vision_type=self.model_type)
+        self.engine = runner.run(VllmGeneration.create(section(in_process=True), engine_model))
 
     def worst_difference(self, *, seed: int = 0) -> float:
         """Return the largest difference of log-probs of sampled tokens, each prompt sampled twice."""
@@ -160,6 +163,39 @@ def test_rollouts_with_screens_of_an_environment_are_exact(seeing: Seeing) -> No
     assert sum(shown) > len(batch[keys.IMAGES].images) == 2  # a picture is in the batch once
 
 
+def test_an_image_of_a_group_is_encoded_once(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight samples of one prompt, then eight of one that goes on with a second picture, counted in vLLM's model."""
+    if isinstance(seeing.engine, HFGeneration):
+        pytest.skip("the engine hf keeps no features between calls")
+    encoded: list[int] = []
+    first, second = picture(31), picture(32)
+    model_class = getattr(importlib.import_module(f"vllm.model_executor.models.{seeing.model_type}"), seeing.class_name)
+    monkeypatch.setattr(model_class, "embed_multimodal", counting(model_class.embed_multimodal, encoded))
+    messages = (
+        Message("user", (first, TextPart("?"))),
+        Message("user", (first, TextPart("?"), second, TextPart("and?"), first)),
+    )
+    for message, num_encoded in zip(messages, (1, 2), strict=True):
+        log = seeing.encoder.encode_prompt((message,))
+        sampling = SamplingParams(8, stop_token_ids=())
+        ids, images = flat_token_ids(log), placed_images(log)
+        group = [GenerationRequest(f"{num_encoded}-{k}", ids, sampling, k, f"{k}", images=images) for k in range(8)]
+        completions = seeing.runner.run(collect_completions(seeing.engine, group))
+        assert len({completion.token_ids for completion in completions}) > 1
+        assert sum(encoded) == num_encoded
+
+
+def counting(embed: Any, counts: list[int]) -> Any:
+    """Return vLLM's function that encodes images, which then notes how many it was given."""
+
+    def embed_and_count(self: Any, **kwargs: Any) -> Any:
+        found = embed(self, **kwargs)
+        counts.append(len(found))
+        return found
+
+    return embed_and_count
+
+
 async def sampled_through_updates(seeing: Seeing) -> tuple[list[GenerationRequest], Any]:
     """Return requests, and completions during which weights alternate; those of odd versions are false."""
     sync = TransportWeightSync(seeing.probes, WeightSyncConfig(), "float32")
@@ -194,6 +230,24 @@ def test_requests_go_on_through_updates_and_see_with_the_new_tower(seeing: Seein
                 (false if span.version % 2 else true).append(float(own))
     assert max(true) < 1e-4
     assert max(false) > 1e-3
+
+
+def test_merged_adapters_are_refitted(seeing: Seeing) -> None:
+    """The last test of an engine: it leaves other weights there."""
+    path = str(seeing.path)
+    adapters = {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4, "alpha": 8}}}
+    seeing.runner.run(seeing.policy.close())
+    seeing.policy = LocalPolicy(
+        PolicyConfig.model_validate({"model_name": path, **SETTINGS, **adapters}),
+        model_path=path, temperature=1.0, needs_reference=False, num_samples_per_step=4, seed=0,
+    )  # fmt: skip
+    sync = TransportWeightSync(seeing.probes, WeightSyncConfig(verify=True, adapter="merged"), "float32")
+    for version in (11, 12):
+        seeing.runner.run(seeing.policy.train_step(seeing.training_batch(), WeightedNLL()))
+        assert seeing.worst_difference(seed=version) > 1e-3
+        seeing.runner.run(sync.publish(seeing.policy, seeing.engine, weight_version=version))
+        assert seeing.worst_difference(seed=version + 10) < 1e-4
+    sync.close()
 
 
 class FalseTower:

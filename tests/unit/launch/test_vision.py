@@ -21,7 +21,6 @@ ASYNC = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correc
     ("section", "key"),
     [
         ({"sequence_packing": {"enabled": True, "share_prefixes": True}}, "policy.sequence_packing.share_prefixes"),
-        ({"dtensor_cfg": {"lora_cfg": {"enabled": True}}}, "policy.dtensor_cfg.lora_cfg.enabled"),
         ({"dtensor_cfg": {"context_parallel_size": 2}}, "policy.dtensor_cfg.context_parallel_size"),
         ({"megatron_cfg": {"enabled": True}}, "policy.model_name"),
     ],
@@ -33,6 +32,8 @@ def test_what_models_that_see_exclude_is_refused(section: dict[str, Any], key: s
     assert refused.value.key == key
     check_vision(policy, LlamaConfig())
     check_vision(PolicyConfig(model_name="m", freeze_vision=True), Idefics3Config())
+    adapted = {"dtensor_cfg": {"lora_cfg": {"enabled": True}}}
+    check_vision(PolicyConfig.model_validate({"model_name": "m", **adapted}), Idefics3Config())
 
 
 def test_a_model_that_reads_text_has_no_tower_to_freeze() -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Idefics3Config, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl.config.layout_planner import make_layout
 from nemo_rl.config.loading import load_config
@@ -35,6 +35,7 @@ def choose(*overrides: str, model: PreTrainedConfig | None = None, device: Any =
         ((*BACKGROUND, *ON_MEGATRON), None, "separate", "rollouts run while the policy trains"),
         ((*BACKGROUND, "policy.generation.backend=hf"), None, "merged", "the hf engine"),
         (BACKGROUND, Qwen3MoeConfig(), "merged", "experts of this 'qwen3_moe' model"),
+        (BACKGROUND, Idefics3Config(), "merged", "a model of type 'idefics3', which sees, are not tested"),
         (BACKGROUND, PreTrainedConfig(), "merged", "auto separates adapters of llama, qwen2, qwen3 alone"),
     ],
 )
