@@ -58,14 +58,18 @@ def test_each_player_is_trained_and_the_engine_holds_all(run: Run) -> None:
 
 
 def test_records_name_the_policies(run: Run) -> None:
-    for split, second in (("train", "second"), ("validation", "start")):
-        rows = rollouts(run, split)
-        assert rows
-        for row in rows:
-            policies = [message["policy"] for message in row["messages"] if message["role"] == "assistant"]
-            assert policies in (["first"], ["first", second])
-            assert list(row["policy_rewards"]) == policies
-            assert row["rewards"] == row["policy_rewards"]["first"]
+    players = {
+        "spelling_duel": ["first", "second"],
+        "return_duel": ["second", "first"],
+        "duel_with_start": ["first", "start"],
+    }
+    rows = [*rollouts(run, "train"), *rollouts(run, "validation")]
+    assert {row["env"] for row in rows} == players.keys()
+    for row in rows:
+        policies = [message["policy"] for message in row["messages"] if message["role"] == "assistant"]
+        assert policies == players[row["env"]][: len(policies)]
+        assert list(row["policy_rewards"]) == policies
+        assert row["rewards"] == row["policy_rewards"][policies[0]]
 
 
 def test_a_checkpoint_has_an_adapter_of_each(run: Run) -> None:

@@ -24,7 +24,11 @@ def test_a_policy_has_the_values_of_the_run_unless_it_has_its_own() -> None:
     assert own.kwargs == config.policy.optimizer.kwargs | {"lr": 0.5}
     assert config.policies["first"].applied_to(config.policy) is config.policy
     assert config.needs_reference
-    assert config.speakers == {"spelling_duel": ("first", "second"), "duel_with_start": ("first", "start")}
+    assert config.speakers == {
+        "spelling_duel": ("first", "second"),
+        "return_duel": ("second", "first"),
+        "duel_with_start": ("first", "start"),
+    }
 
 
 def test_a_run_without_the_table_has_one_policy_without_a_name() -> None:
