@@ -1,7 +1,9 @@
-"""What devices could do at most, by their makers' data sheets: dense bfloat16 operations, and bytes of their memory."""
+"""Peaks of devices by their makers' data sheets: dense bfloat16 operations, and bytes of their memory."""
 
 import re
 from dataclasses import dataclass
+
+DEVICE_NAMES = ("A10", "A10G", "A100", "B200", "GB200", "GH200", "H20", "H100", "H200", "L4", "L40", "L40S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,6 @@ PEAKS: tuple[tuple[str, DevicePeaks], ...] = (  # the first pattern that a devic
     (r"A10G", DevicePeaks(70e12, 0.6e12)),
     (r"A10\b", DevicePeaks(125e12, 0.6e12)),
 )
-
-DEVICE_NAMES = ("A10", "A10G", "A100", "B200", "GB200", "GH200", "H20", "H100", "H200", "L4", "L40", "L40S")
 
 
 def peaks_of(device_name: str) -> DevicePeaks | None:

@@ -1,168 +1,49 @@
-"""Public datasets by name: their place on the Hugging Face hub, and the reading of their rows."""
+"""Public datasets by name: their place on the Hugging Face hub; public_rows.py reads their rows."""
 
-import gzip
-import json
-import random
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from nemo_rl.config.data import NO_DEFAULTS, DatasetConfig, DatasetEntry
-from nemo_rl.data.row_sources import load_csv_rows, load_hub_rows, require_path_of
-from nemo_rl.data.rows import Row
-from nemo_rl.data.table_rows import Convert, Table
-from nemo_rl.errors import DataError
-
-UNVERIFIABLE = ("", "proof", "notfound")  # answers of NuminaMath that no verifier can check
-OASST_FILE = "2023-04-12_oasst_all.trees.jsonl.gz"
-OASST_SYSTEM = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions.\n\n"
+from nemo_rl.config.data import DatasetConfig, DatasetEntry
+from nemo_rl.data.public_rows import (
+    hub_entry,
+    load_oasst,
+    read_dapo,
+    read_gpqa,
+    read_helpsteer,
+    read_mmlu,
+    read_mmlu_csv,
+    read_mmlu_pro,
+    read_numina,
+    read_squad,
 )
+from nemo_rl.data.row_sources import load_csv_rows, load_hub_rows, require_path_of
 
-
-def _hub(
-    convert: Convert | None = None,
-    *,
-    subsets: tuple[str, ...] = (),
-    sft_defaults: DatasetConfig = NO_DEFAULTS,
-    choices: bool = False,
-    **values: Any,
-) -> DatasetEntry:
-    """Return the entry of a dataset on the hub; `values` are the keys of its section, `subsets` are concatenated."""
-
-    def load(section: DatasetConfig, seed: int) -> Table:
-        tables = [load_hub_rows(section, subset) for subset in subsets or (section.subset,)]
-        return Table(tables[0].source, [part for table in tables for part in table.parts], convert)
-
-    return DatasetEntry(
-        DatasetConfig,
-        make=load,
-        check=require_path_of,
-        defaults=DatasetConfig(**values),
-        sft_defaults=sft_defaults,
-        reads_tables=True,
-        has_choices=choices,
-    )
-
-
-def read_dapo(row: Mapping[str, Any]) -> Row:
-    """Read a row of DAPO-Math-17k: the prompt is a conversation, the answer the reward model's."""
-    return {"input": row["prompt"][0]["content"], "output": row["reward_model"]["ground_truth"]}
-
-
-def read_squad(row: Mapping[str, Any]) -> Row:
-    """Read a row of SQuAD as a conversation: the passage, the question, and the first answer."""
-    return {
-        "messages": [
-            {"role": "system", "content": row["context"]},
-            {"role": "user", "content": row["question"]},
-            {"role": "assistant", "content": row["answers"]["text"][0]},
-        ]
-    }
-
-
-def read_helpsteer(row: Mapping[str, Any]) -> Row:
-    """Read a row of HelpSteer3 as a conversation with the preferred response; the first if neither is preferred."""
-    context = row["context"]
-    turns = [{"role": "user", "content": context}] if isinstance(context, str) else list(context)
-    preferred = row["response2"] if row["overall_preference"] > 0 else row["response1"]
-    return {"messages": [*turns, {"role": "assistant", "content": preferred}]}
-
-
-def read_numina(row: Mapping[str, Any]) -> Row | None:
-    """Read a row of NuminaMath-1.5; None if its answer cannot be verified, or it is not marked as valid."""
-    answer = (row.get("answer") or "").strip()
-    is_proof = (row.get("question_type") or "").strip().lower() == "proof"
-    is_valid = row.get("problem_is_valid") == "Yes" and row.get("solution_is_valid") == "Yes"
-    if answer.lower() in UNVERIFIABLE or is_proof or not is_valid:
-        return None
-    return {"input": row["problem"], "output": answer}
-
-
-def read_choices(question: str, options: Iterable[str], answer: str) -> Row:
-    """Return a row with lettered options and the letter of the right one."""
-    lettered = "\n".join(f"{chr(ord('A') + index)}) {option}" for index, option in enumerate(options))
-    return {"input": f"{question}\n\n{lettered}", "output": answer}
-
-
-def read_mmlu(row: Mapping[str, Any]) -> Row:
-    return read_choices(row["question"], row["choices"], chr(ord("A") + int(row["answer"])))
-
-
-def read_mmlu_csv(row: Mapping[str, Any]) -> Row:
-    return read_choices(row["Question"], (row[letter] for letter in "ABCD"), row["Answer"])
-
-
-def read_mmlu_pro(row: Mapping[str, Any]) -> Row:
-    return read_choices(row["question"], row["options"], row["answer"])
-
-
-def read_gpqa(row: Mapping[str, Any]) -> Row:
-    """Read a row of GPQA; its options are shuffled by the question, so that each run sees the same order."""
-    options = [row["Correct Answer"], *(row[f"Incorrect Answer {number}"] for number in (1, 2, 3))]
-    order = random.Random(row["Question"]).sample(range(4), 4)
-    return read_choices(row["Question"], [options[i] for i in order], chr(ord("A") + order.index(0)))
-
-
-def _load_oasst(section: DatasetConfig, seed: int) -> Iterator[Row]:
-    """Yield every thread of the OpenAssistant trees, `data_path` or the hub's file, as a conversation."""
-    path = section.data_path
-    if path is None:
-        from huggingface_hub import hf_hub_download
-
-        try:
-            path = hf_hub_download("OpenAssistant/oasst1", OASST_FILE, repo_type="dataset")
-        except Exception as error:  # huggingface_hub's, requests' and the file system's errors
-            raise DataError(f"OpenAssistant/oasst1: cannot be loaded: {type(error).__name__}: {error}") from error
-    opened = gzip.open if str(path).endswith(".gz") else open
-    with opened(Path(path), "rt", encoding="utf-8") as lines:
-        for line in lines:
-            tree = json.loads(line)
-            for thread in _threads(tree.get("prompt", tree)):
-                if len(thread) > 1:
-                    yield {"messages": [{"role": "system", "content": OASST_SYSTEM}, *thread]}
-
-
-def _threads(node: Mapping[str, Any]) -> Iterator[list[dict[str, str]]]:
-    """Yield the conversations from a node to each of its leaves."""
-    turn = {"role": "user" if node["role"] == "prompter" else "assistant", "content": node["text"]}
-    replies = node.get("replies") or ()
-    if not replies:
-        yield [turn]
-    for reply in replies:
-        for rest in _threads(reply):
-            yield [turn, *rest]
-
-
-OPEN_MATH_INSTRUCT_2 = _hub(
+OPEN_MATH_INSTRUCT_2 = hub_entry(
     data_path="nvidia/OpenMathInstruct-2",
     split="train_1M",
     input_key="problem",
     output_key="expected_answer",
     sft_defaults=DatasetConfig(output_key="generated_solution"),
 )
-DEEP_SCALER = _hub(
+DEEP_SCALER = hub_entry(
     data_path="agentica-org/DeepScaleR-Preview-Dataset", split="train", input_key="problem", output_key="answer"
 )
-AIME_2024 = _hub(data_path="HuggingFaceH4/aime_2024", split="train", input_key="problem", output_key="answer")
-AIME_2025 = _hub(
+AIME_2024 = hub_entry(data_path="HuggingFaceH4/aime_2024", split="train", input_key="problem", output_key="answer")
+AIME_2025 = hub_entry(
     data_path="opencompass/AIME2025",
     subsets=("AIME2025-I", "AIME2025-II"),
     split="test",
     input_key="question",
     output_key="answer",
 )
-AIME_2026 = _hub(data_path="MathArena/aime_2026", split="train", input_key="problem", output_key="answer")
-DAPO_MATH_17K = _hub(read_dapo, data_path="BytedTsinghua-SIA/DAPO-Math-17k", split="train")
-DAPO_MATH_AIME_2024 = _hub(read_dapo, data_path="BytedTsinghua-SIA/AIME-2024", split="train")
-NUMINA_MATH = _hub(read_numina, data_path="AI-MO/NuminaMath-1.5", split="train")
-OPEN_R1_MATH = _hub(
+AIME_2026 = hub_entry(data_path="MathArena/aime_2026", split="train", input_key="problem", output_key="answer")
+DAPO_MATH_17K = hub_entry(read_dapo, data_path="BytedTsinghua-SIA/DAPO-Math-17k", split="train")
+DAPO_MATH_AIME_2024 = hub_entry(read_dapo, data_path="BytedTsinghua-SIA/AIME-2024", split="train")
+NUMINA_MATH = hub_entry(read_numina, data_path="AI-MO/NuminaMath-1.5", split="train")
+OPEN_R1_MATH = hub_entry(
     data_path="open-r1/OpenR1-Math-220k", subset="default", split="train", input_key="problem", output_key="answer"
 )
-MATH_500 = _hub(data_path="HuggingFaceH4/MATH-500", split="test", input_key="problem", output_key="answer")
-GSM8K = _hub(
+MATH_500 = hub_entry(data_path="HuggingFaceH4/MATH-500", split="test", input_key="problem", output_key="answer")
+GSM8K = hub_entry(
     data_path="openai/gsm8k",
     subset="main",
     split="train",
@@ -170,22 +51,22 @@ GSM8K = _hub(
     output_key="answer",
     processor="final_answer",
 )
-TULU3_SFT_MIXTURE = _hub(data_path="allenai/tulu-3-sft-mixture", split="train")
-NEMOTRON_CASCADE_MATH = _hub(data_path="nvidia/Nemotron-Cascade-2-SFT-Data", subset="math", split="train")
-SQUAD = _hub(read_squad, data_path="rajpurkar/squad", split="train")
+TULU3_SFT_MIXTURE = hub_entry(data_path="allenai/tulu-3-sft-mixture", split="train")
+NEMOTRON_CASCADE_MATH = hub_entry(data_path="nvidia/Nemotron-Cascade-2-SFT-Data", subset="math", split="train")
+SQUAD = hub_entry(read_squad, data_path="rajpurkar/squad", split="train")
 HELPSTEER3 = replace(
-    _hub(read_helpsteer, data_path="nvidia/HelpSteer3", subset="preference", split="train"),
+    hub_entry(read_helpsteer, data_path="nvidia/HelpSteer3", subset="preference", split="train"),
     make_pairs=lambda section, seed: load_hub_rows(section, section.subset),  # both responses
 )
-TULU3_PREFERENCE = _hub(data_path="allenai/llama-3.1-tulu-3-8b-preference-mixture", split="train")
-OPEN_ASSISTANT = DatasetEntry(DatasetConfig, make=_load_oasst)
-MMLU = _hub(read_mmlu, data_path="cais/mmlu", subset="all", split="test", choices=True)
+TULU3_PREFERENCE = hub_entry(data_path="allenai/llama-3.1-tulu-3-8b-preference-mixture", split="train")
+OPEN_ASSISTANT = DatasetEntry(DatasetConfig, make=load_oasst)
+MMLU = hub_entry(read_mmlu, data_path="cais/mmlu", subset="all", split="test", choices=True)
 MMLU_CSV = DatasetEntry(
     DatasetConfig,
     make=lambda section, seed: map(read_mmlu_csv, load_csv_rows(section)),
     check=require_path_of,
     has_choices=True,
 )
-MMLU_PRO = _hub(read_mmlu_pro, data_path="TIGER-Lab/MMLU-Pro", split="test", choices=True)
-GPQA = _hub(read_gpqa, data_path="Idavidrein/gpqa", subset="gpqa_main", split="train", choices=True)
-GPQA_DIAMOND = _hub(read_gpqa, data_path="Idavidrein/gpqa", subset="gpqa_diamond", split="train", choices=True)
+MMLU_PRO = hub_entry(read_mmlu_pro, data_path="TIGER-Lab/MMLU-Pro", split="test", choices=True)
+GPQA = hub_entry(read_gpqa, data_path="Idavidrein/gpqa", subset="gpqa_main", split="train", choices=True)
+GPQA_DIAMOND = hub_entry(read_gpqa, data_path="Idavidrein/gpqa", subset="gpqa_diamond", split="train", choices=True)

@@ -11,6 +11,17 @@ from nemo_rl.viewer.page import Page, address, finite_mean
 from nemo_rl.viewer.run_summary import STATES, RunSummary, summarize
 from nemo_rl.viewer.viewer_sources import ViewerSource, ViewerSources
 
+SORT_KEYS: Mapping[str, Callable[["RunRow"], Any]] = {  # numbers: missing ones count as lowest
+    "name": lambda row: row.summary.name,
+    "state": lambda row: STATES.index(row.summary.state) if row.summary.state else len(STATES),
+    "reward": lambda row: _order(row.reward),
+    "accuracy": lambda row: _order(row.accuracy),
+    "step": lambda row: _order(row.step),
+    "started": lambda row: _order(row.summary.started_at),
+    "duration": lambda row: _order(row.summary.duration_s),
+    "rollouts": lambda row: row.rollouts,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
@@ -24,18 +35,6 @@ class RunRow:
     rollouts: int
     failed: int
     curve: charts.Markup
-
-
-SORT_KEYS: Mapping[str, Callable[[RunRow], Any]] = {  # numbers: missing ones count as lowest
-    "name": lambda row: row.summary.name,
-    "state": lambda row: STATES.index(row.summary.state) if row.summary.state else len(STATES),
-    "reward": lambda row: _order(row.reward),
-    "accuracy": lambda row: _order(row.accuracy),
-    "step": lambda row: _order(row.step),
-    "started": lambda row: _order(row.summary.started_at),
-    "duration": lambda row: _order(row.summary.duration_s),
-    "rollouts": lambda row: row.rollouts,
-}
 
 
 def runs_page(sources: ViewerSources, values: Mapping[str, str]) -> Page:

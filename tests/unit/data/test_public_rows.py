@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.config.data import DatasetConfig
-from nemo_rl.data.public_datasets import read_gpqa, read_mmlu, read_mmlu_pro, read_numina, read_squad
+from nemo_rl.data.public_rows import read_gpqa, read_mmlu, read_mmlu_pro, read_numina, read_squad
 from nemo_rl.data.row_sources import load_rows
 
 
