@@ -29,7 +29,7 @@ class DatasetConfig(Section):
     """One dataset; a key that is None is taken from what its entry knows, then from `data.default`."""
 
     dataset_name: str | None = None  # a built-in or registered entry, or a dotted path; None: by the end of data_path
-    name: str | None = None  # in metrics; None: dataset_name, numbered if it is not unique
+    name: str | None = None  # its name in metrics; None: dataset_name, numbered if it is not unique
     data_path: str | None = None  # jsonl, file, nemo_gym: a file; huggingface: a hub name or a directory
     subset: str | None = None  # huggingface: the name of the dataset's configuration
     split: str | None = None  # huggingface; None: "train"
@@ -63,7 +63,7 @@ class DatasetEntry(Entry[DatasetConfig]):
 
     env_name: str = "math"  # the environment of its prompts if the section names none
     defaults: DatasetConfig = NO_DEFAULTS  # values of its section, below the recipe's own and above `data.default`
-    sft_defaults: DatasetConfig = NO_DEFAULTS  # in supervised training, above `defaults`
+    sft_defaults: DatasetConfig = NO_DEFAULTS  # defaults of supervised training, above `defaults`
     reads_lines: bool = False  # its rows are the lines of `data_path`, which can stay in the file
     reads_tables: bool = False  # `make` returns a data.table_rows.Table, whose rows can stay in their files
     has_choices: bool = False  # questions with lettered options; a prompt without {} comes before them
@@ -123,7 +123,7 @@ class InputDataConfig(BaseDataConfig):
     dataset_fields: ClassVar[tuple[str, ...]] = ("input",)
 
     input: DatasetConfig | list[DatasetConfig]  # concatenated: a task's index counts over all datasets
-    # Prompts above max_input_seq_length. mask: never sampled, and wrong answers in every score; drop: left out, and
+    # Prompts above max_input_seq_length. mask: never sampled, and wrong answers in every score; drop: excluded, and
     # counted beside the scores; refuse: one ends the collection.
     overlong: Overlong = "mask"
     seed: Seed = 42  # seeds generated rows of datasets without a seed

@@ -18,7 +18,7 @@ class BatchingConfig(Section):
 
     enabled: bool = False  # join the items of concurrent rollouts; false: a call for each rollout's items
     max_batch_size: int = Field(default=64, gt=0)  # items of one call
-    max_wait_ms: float = Field(default=20.0, ge=0)  # that an item waits for others to join its call
+    max_wait_ms: float = Field(default=20.0, ge=0)  # longest wait of an item for others to join its call
     max_queue_size: int = Field(default=100_000, gt=0)  # queued items; further callers wait for room
     max_calls: int | None = Field(default=None, gt=0)  # concurrent calls; items queue meanwhile. None: no limit
 
@@ -27,7 +27,7 @@ class RemoteConfig(Section):
     """Placement of the environment in Ray actors."""
 
     enabled: bool = False  # run the environment in Ray actors; false: in the driver's process
-    num_actors: Processes = 1  # that share the calls
+    num_actors: Processes = 1  # actors that share the calls
     max_concurrency: int = Field(default=16, gt=0)  # concurrent calls in each actor
 
 
@@ -40,7 +40,7 @@ class EnvironmentConfig(Section):
     timeout_s: Seconds = 120.0  # per call
     batching: BatchingConfig = BatchingConfig.with_defaults()
     remote: RemoteConfig = RemoteConfig.with_defaults()
-    isolated: bool = False  # in processes of this machine, replaced when they die or exceed `timeout_s`
+    isolated: bool = False  # run it in processes, which are replaced when they die or exceed `timeout_s`
     sandboxed: bool = False  # isolated, and able to compute alone: no files, network, secrets, processes or threads
     isolated_workers: Processes = 2  # processes, each with a copy
     # names in `policies` of those that speak in its rollouts, that of the first response first; empty: the first of the

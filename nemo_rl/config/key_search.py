@@ -32,7 +32,7 @@ class FoundKey:
     """A key that a word may mean."""
 
     key: str
-    meaning: str  # what it means here
+    meaning: str  # its meaning here
     origin: str = ""  # the other trainer's name, and what differs
 
 
@@ -80,7 +80,7 @@ def _of_peers(word: str) -> Iterator[FoundKey]:
 
 @cache
 def _meanings() -> Mapping[str, str]:
-    """Return what every key of every command means; entries of one's own have no name here."""
+    """Return the meaning of every key of every command; entries of one's own have no name here."""
     found: dict[str, Any] = {}
     for command in SCHEMAS:
         for reference in walk_keys(find_schema(command)):

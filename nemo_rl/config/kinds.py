@@ -87,7 +87,7 @@ class Kind:
     be named after its entry: `env: Annotated[dict[str, SerializeAsAny[EnvironmentConfig]], ENVIRONMENTS]`.
     """
 
-    noun: str  # in errors, with its article: "an environment"
+    noun: str  # its name in errors, with the article: "an environment"
     name_key: str  # the key of a section that names its entry, e.g. "type"
     built_in: Mapping[str, str]  # name -> "package.module:ATTRIBUTE" of its Entry
     adapter: str  # "package.module:function" (key, path, target) -> Entry, for a user's class or function
@@ -235,7 +235,7 @@ def entry_from_callable(
 
 
 def import_path(key: str, path: str) -> Any:
-    """Return what "package.module:Name" names; raises ConfigError for `key` if there is no such thing."""
+    """Return the object that "package.module:Name" names; raises ConfigError for `key` if there is no such thing."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or module_name.startswith("."):
         raise ConfigError(key, path, "no dotted path such as package.module:name")
@@ -266,7 +266,7 @@ def foreign_names(module: str) -> Callable[[str], Any]:
 
 
 def load_optional(paths: Iterable[str]) -> Iterator[Any]:
-    """Yield what the dotted paths name, without those whose module is not installed."""
+    """Yield the objects that the dotted paths name, without those whose module is not installed."""
     for path in paths:
         module_name, _, attribute = path.partition(":")
         try:

@@ -50,8 +50,8 @@ class RewardScalingConfig(Section):
     enabled: bool = False  # clamp and map the reward of each rollout
     source_min: float = 0.0  # lowest reward; lower ones count as this
     source_max: float = 1.0  # highest reward; higher ones count as this
-    target_min: float = 0.0  # what source_min becomes
-    target_max: float = 1.0  # what source_max becomes
+    target_min: float = 0.0  # the value of source_min after the mapping
+    target_max: float = 1.0  # the value of source_max after the mapping
 
 
 class RewardShapingConfig(Section):
@@ -155,8 +155,8 @@ class GRPOConfig(RolloutTrainingConfig):
     )
     advantage_clip_low: float | None = None  # lower bound of every advantage; None: none
     advantage_clip_high: float | None = None  # upper bound of every advantage; None: none
-    invalid_tool_call_advantage: float | None = None  # for replies with an unreadable tool call
-    malformed_thinking_advantage: float | None = None  # for replies with malformed thinking tags
+    invalid_tool_call_advantage: float | None = None  # advantage of replies with an unreadable tool call
+    malformed_thinking_advantage: float | None = None  # advantage of replies with malformed thinking tags
     reward_scaling: RewardScalingConfig = RewardScalingConfig.with_defaults()
     reward_shaping: RewardShapingConfig = RewardShapingConfig.with_defaults()
     overlong_filtering: bool = False  # truncated rollouts: weight 0, still in the baseline
@@ -240,8 +240,8 @@ class TrainingRunConfig(RolloutRunConfig):
     )
     # checkpoints: whether, when, where, and which are kept
     checkpointing: shared.CheckpointingConfig = shared.CheckpointingConfig.with_defaults()
-    teacher: TeacherConfig | None = None  # for all tasks
-    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)  # by task name; takes precedence over `teacher`
+    teacher: TeacherConfig | None = None  # the teacher of all tasks
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)  # by task name; take precedence over `teacher`
 
     @property
     def algorithm(self) -> RolloutTrainingConfig:

@@ -105,7 +105,7 @@ class BackendConfig(Section):
     TENSOR_PARALLEL_KEY: ClassVar[str] = "tensor_parallel_size"
     ADAPTER_KEY: ClassVar[str] = ""  # the key of the section of LoRA; "": the backend has no adapters
     PIPELINE_PARALLEL_KEY: ClassVar[str | None] = None  # None: layers are not divided into stages
-    NEEDS_OWN_PROCESS: ClassVar[bool] = False  # on a single rank too
+    NEEDS_OWN_PROCESS: ClassVar[bool] = False  # even a single rank has a process of its own
     REPLAYS_ROUTES: ClassVar[bool] = False  # routers of experts can replay routes (`policy.router_replay`)
     SEES: ClassVar[bool] = False  # trains models that read images
     HOLDS_POLICIES: ClassVar[bool] = False  # trains several adapters on one base (`policies`)
@@ -185,7 +185,7 @@ class ParallelModelConfig(Section):
 
     BACKENDS: ClassVar[Kind] = POLICY_BACKENDS
 
-    call_timeout_s: Seconds = 3600.0  # for one call of its ranks: scores, a step, a refit, a save
+    call_timeout_s: Seconds = 3600.0  # deadline of one call of its ranks: scores, a step, a refit, a save
 
     # An entry of BACKENDS, whatever `enabled` says; "auto": Megatron if megatron_cfg.enabled, else FSDP2; or the
     # dotted path of an entry or a worker class, whose options are those of backend_cfg.
@@ -295,9 +295,9 @@ class SamplingConfig(Section):
     # sample from the likeliest tokens that hold this share of the probability; 1: from all
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int | None = Field(default=None, gt=0)  # sample from this many of the likeliest tokens; None: from all
-    # with top_p or top_k: train on the set that the engine drew each token from; false: on the trainer's own truncation
+    # top_p, top_k: train on the set that the engine drew each token from; false: on the trainer's own truncation
     return_sampling_mask: bool = True
-    stop_token_ids: list[TokenId] | None = None  # beside the tokenizer's end-of-sequence token
+    stop_token_ids: list[TokenId] | None = None  # stop tokens beside the tokenizer's end-of-sequence token
     stop_strings: list[str] | None = None  # texts that end a response, beside the stop tokens
     ignore_eos: bool = False  # sample on to the token limit, whatever is sampled; for measurements
     timeout_s: Seconds = 600.0  # deadline of a request
@@ -313,7 +313,7 @@ class GenerationConfig(SamplingConfig):
     GPUS_PER_ENGINE_KEY: ClassVar[str] = "policy.generation.backend"  # named in errors about `gpus_per_engine`
 
     backend: str = "vllm"  # an entry of ENGINES, or a dotted path
-    in_actor: bool = False  # in a Ray actor, a process of its own; several replicas always are
+    in_actor: bool = False  # run the engine in a Ray actor, as several replicas always do
     num_replicas: Processes | None = None  # engines; None: as many as their GPUs hold, on a CPU 1
     colocated: ColocatedConfig = ColocatedConfig.with_defaults()  # whether engines and policy share their devices
 
@@ -501,5 +501,5 @@ class TeacherConfig(ParallelModelConfig):
     logprob_chunk_size: ChunkSize = "auto"
     sequence_packing: SequencePackingConfig = SequencePackingConfig.with_defaults()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig.with_defaults()
-    colocated: ColocatedConfig = ColocatedConfig.with_defaults()  # on the policy's devices, in turns
+    colocated: ColocatedConfig = ColocatedConfig.with_defaults()  # share the policy's devices, in turns
     server: ServedModelConfig | None = None  # a vLLM server that is asked over HTTP, in place of a model of this run

@@ -80,7 +80,7 @@ def walk_keys(section: type[Section], prefix: str = "", entry: str = "") -> Iter
 
 
 def find_key(schema: type[Section], key: str) -> list[KeyReference]:
-    """Return what the schema knows of a dotted key: one reference an entry of a kind that has it.
+    """Return the references of a dotted key: one per entry of a kind that has it.
 
     Names of one's own entries match `<name>`, and indices `<i>`.
     """

@@ -45,7 +45,7 @@ class RolloutBoundsConfig(Section):
 
     max_retries: int = Field(default=2, ge=0)  # retries of a generation request, with backoff
     retry_backoff_s: Delay = 0.5  # before the first retry; doubles
-    stall_timeout_s: Seconds = 600.0  # without any progress
+    stall_timeout_s: Seconds = 600.0  # longest time without any progress
     trajectory_selection: Literal["all", "longest"] = "all"  # which of an agent's histories are kept and trained on
 
 
@@ -92,7 +92,7 @@ class CheckpointingConfig(Section):
     keep_top_k: int | None = Field(default=3, gt=0)  # None: all
     save_period: int = Field(default=10, gt=0)  # steps
     save_optimizer: bool = True  # false: a resumed run starts optimizer and schedule afresh
-    max_failed_saves: int = Field(default=5, ge=0)  # in a row, e.g. on a full disk, before the run ends
+    max_failed_saves: int = Field(default=5, ge=0)  # failed saves in a row, e.g. on a full disk, that end the run
     # [DD:]HH:MM:SS after start
     checkpoint_must_save_by: str | None = Field(default=None, pattern=r"^\d+:\d\d:\d\d(:\d\d)?$")
 
@@ -183,11 +183,11 @@ class ClusterConfig(Section):
 
     gpus_per_node: int = Field(default=1, ge=0)  # GPUs that the run uses on each node; without meaning on a CPU
     num_nodes: int = Field(default=1, gt=0)  # nodes that the run uses
-    gpu_memory_gb: float | None = Field(default=None, gt=0)  # that the memory plan is for; None: as detected, else 80
+    gpu_memory_gb: float | None = Field(default=None, gt=0)  # GPU of the memory plan; None: as detected, else 80
     address: str | None = None  # a running Ray cluster, or "auto"; None: RAY_ADDRESS, else a local one if needed
     # variables of every process of the run, set before it starts; None: the value of the driver's environment
     env_vars: dict[str, AnyText | None] = Field(default_factory=dict)
-    # for all workers and engines to be placed and to answer; None: 300 s, and a second for each 100 MB of weights
+    # time until all workers and engines are placed and answer; None: 300 s, and a second for each 100 MB of weights
     start_timeout_s: Seconds | None = None
 
     @field_validator("env_vars")
@@ -239,6 +239,6 @@ class GatewayConfig(Section):
     max_sessions: int = Field(default=10_000, gt=0)  # open sessions of rollouts over all servers; opening more is 429
     max_client_sessions: int = Field(default=1000, ge=0)  # open sessions that clients opened; further ones get 429
     max_captured_mib: int = Field(default=512, gt=0)  # per server: records of NeMo Gym's token capture, in MiB
-    images: GatewayImagesConfig = Field(default_factory=GatewayImagesConfig)  # in requests, if the policy sees
+    images: GatewayImagesConfig = Field(default_factory=GatewayImagesConfig)  # images in requests, if the policy sees
     max_queued_calls: int = Field(default=10_000, ge=0)  # calls per server that wait; further ones get 429
     queue_timeout_s: Seconds = 300.0  # longest wait of a call; then it gets 429

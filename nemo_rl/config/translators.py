@@ -48,7 +48,7 @@ class RecipeWriter(Protocol):
         ...
 
     def format_minimal(self, path: Path, overrides: Sequence[str], *, allow_unsupported: bool) -> str:
-        """Return what differs from the defaults, as YAML."""
+        """Return the values that differ from the defaults, as YAML."""
         ...
 
     def format_changes(self, path: Path, overrides: Sequence[str], *, allow_unsupported: bool) -> str:

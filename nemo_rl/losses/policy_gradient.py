@@ -32,7 +32,7 @@ class PolicyTokens:
     clipped_ratio: torch.Tensor  # like `ratio`, within [1 - ratio_clip_min, 1 + ratio_clip_max]
     sampling_weights: torch.Tensor  # exp(prev - generation), truncated; or [B, 1]
     out_of_bounds: torch.Tensor  # 1 at truncated tokens
-    entropy: torch.Tensor | None = None  # over the whole distribution, with a gradient, if the loss reads it
+    entropy: torch.Tensor | None = None  # entropy of the whole distribution, with a gradient, if the loss reads it
 
 
 class PolicyGradientLoss:

@@ -55,7 +55,7 @@ from nemo_rl.types import AgentResult, Prompt
 
 logger = logging.getLogger(__name__)
 
-TASK_FILE, INSTRUCTION_FILE = "task.toml", "instruction.md"  # in every task's directory
+TASK_FILE, INSTRUCTION_FILE = "task.toml", "instruction.md"  # files of every task's directory
 BASH_TOOL = {
     "type": "function",
     "function": {
@@ -91,8 +91,10 @@ class HarborConfig(HarnessConfig):
     command_timeout_s: Seconds = 60.0  # per command of the policy
     max_output_chars: int = Field(default=8192, gt=0)  # per command; longer output is cut in the middle
     timeout_s: Seconds = 480.0  # per rollout; half of it for the policy, the rest for tests
-    reward_min: float = Field(default=0.0, allow_inf_nan=False)  # for tests; a response that breaks them earns it
-    reward_max: float = Field(default=1.0, allow_inf_nan=False)  # for tests; a higher one earns reward_min
+    # lowest reward of tests; a response that breaks them earns it
+    reward_min: float = Field(default=0.0, allow_inf_nan=False)
+    # highest reward of tests; a higher one earns reward_min
+    reward_max: float = Field(default=1.0, allow_inf_nan=False)
     mounts: list[str] = Field(default_factory=list)  # directories that a harness needs, read-only at the same paths
     # address space of each process, which Node and Bun reserve far more of than they use; null: unlimited
     address_space_gb: float | None = Field(default=8.0, gt=0)

@@ -61,7 +61,7 @@ class NemoGymConfig(RolloutRunnerConfig):
     version: str | None = Field(
         default=None, pattern=r"^\d+\.\d+\.\d+$"
     )  # nemo-gym's, in that environment; None: 0.4.0
-    start_timeout_s: Seconds = 600.0  # for all servers to respond
+    start_timeout_s: Seconds = 600.0  # time until all servers respond
     timeout_s: Seconds = 480.0  # per rollout
     server_timeout_s: Seconds = 300.0  # started stack: a server silent for longer ends the run
     max_concurrency: int = Field(default=256, gt=0)  # concurrent rollouts; fewer if the open-file limit requires it

@@ -42,9 +42,9 @@ class VllmConfig(Section):
     enforce_eager: bool | None = None  # None: true on a CPU, false on CUDA
     enable_prefix_caching: bool = True  # reuse the KV cache of tokens that several requests begin with
     enable_sleep_mode: bool | None = None  # None: true if the trainer shares the engine's CUDA device
-    # on a thread of the driver's process, CPU only; None: true if it takes turns with the trainer on one CPU
+    # run it on a thread of the driver's process, CPU only; None: true if it takes turns with the trainer on one CPU
     in_process: bool | None = None
-    # without CPU time of the engine's processes while they owe a pause, refit, sleep or wake; then it counts as dead
+    # it counts as dead if its processes use no CPU time for so long while they owe a pause, refit, sleep or wake
     stall_timeout_s: Seconds = 60.0
     seed_requests: bool | None = None  # a seed for each request: repeatable samples; None: true on a CPU, not on CUDA
 

@@ -25,12 +25,14 @@ def test_the_page_says_what_explain_says(command: str) -> None:
 def test_the_page_has_every_key_or_says_to_which_it_is_equal() -> None:
     text = text_of("keys.md")
     equal = dict(re.findall(r"^- `(\S+)\.\*`: as `(\S+)\.\*`$", text, re.MULTILINE))
+    for prefix, names, other in re.findall(r"^- `(\S+)\.\*`: (`.*`) as `(\S+)\.\*`$", text, re.MULTILINE):
+        equal |= {f"{prefix}.{name}": f"{other}.{name}" for name in re.findall(r"\w+", names)}
     sections = {part.split("\n", 1)[0]: part for part in text.split("\n## ")[1:]}
     missing = []
     for reference in (found for command in SCHEMAS for found in walk_keys(find_schema(command))):
         key = reference.key
         for _ in range(3):  # a reference may lead to another one
-            prefix = max((prefix for prefix in equal if key.startswith(f"{prefix}.")), key=len, default="")
+            prefix = max((prefix for prefix in equal if f"{key}.".startswith(f"{prefix}.")), key=len, default="")
             key = equal[prefix] + key.removeprefix(prefix) if prefix else key
         section, _, name = key.partition(".")
         shared = re.search(r"^Equal to those of `\w+`: (.*)\.$", sections[section], re.MULTILINE)
