@@ -22,7 +22,7 @@ from tests.support.patch_policy import BUGS, demonstrate, teach, write_tasks
 STEPS = 20
 DEADLINE_S = 3000.0
 SCRIPT = Path(__file__).with_name("recorded_grpo.py")
-SETTINGS = {"mini_swe_agent": (4, 3.0e-4), "codex": (4, 3.0e-4)}  # rollouts per task and step, learning rate
+SETTINGS = {"mini_swe_agent": (4, 1.0e-3), "codex": (4, 1.0e-3)}  # rollouts per task and step, learning rate
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,4 +91,5 @@ def test_a_harness_trains_a_policy_to_choose_the_right_patch(
     for what, value in (*facts.items(), ("rewards", rewards), ("calls", trained.total())):
         record_property(what, value)
     assert not side_calls or "side_calls" in entry
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.2
+    assert rewards[0] < 0.7  # begins by guessing
+    assert mean(rewards[-5:]) >= 0.9
