@@ -247,7 +247,7 @@ def apply_release_defaults(config: dict[str, Any], release: str, report: Report)
 
 def render_tables() -> str:
     """Return the part of docs/from_nemo_rl.md that the tables give: refused keys, accepted switches, metrics."""
-    titles = {
+    titles: dict[Action, str] = {
         "refuse": "## Refused\n\n| key (values accepted beside null) | why others are refused; nearest way |",
         "note": "## Accepted with a note\n\n| key, and its values without a note | why it has no effect |",
     }
