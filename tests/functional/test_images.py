@@ -45,6 +45,7 @@ def test_features_of_images_are_held_for_a_step_or_two(tmp_path: Path) -> None:
     assert max(steps[NUM_STEPS // 2 :]) <= max(steps[: NUM_STEPS // 2])
 
 
+@pytest.mark.slow  # learns for a minute; tests/unit/data/test_supervised_images.py has the numbers
 def test_supervised_training_counts_squares(tmp_path: Path) -> None:
     """In packs of several pictures. The answer and its end are trained on: blind, the loss stays above ln(4) / 2."""
     done = run_command_line(
@@ -52,9 +53,9 @@ def test_supervised_training_counts_squares(tmp_path: Path) -> None:
         "policy.model_name=nemo_rl/quickstart-vision", "policy.max_total_sequence_length=32",
         "policy.optimizer.kwargs.lr=5.0e-3", "++policy.sequence_packing.enabled=true",
         "++policy.sequence_packing.train_mb_tokens=512", "policy.train_micro_batch_size=1", "data={}",
-        "++data.train={dataset_name: counted_squares, size: 4800}",
+        "++data.train={dataset_name: counted_squares, size: 12800}",
         "++data.validation={dataset_name: counted_squares, size: 100, seed: 1234}",
-        "sft.max_num_steps=75", "sft.val_period=75", "sft.val_at_start=true", "checkpointing.enabled=false",
+        "sft.max_num_steps=200", "sft.val_period=200", "sft.val_at_start=true", "checkpointing.enabled=false",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [step["validation/loss"] for step in done.metrics().values() if "validation/loss" in step]
