@@ -107,7 +107,7 @@ def test_what_makes_no_loss_is_refused(section: dict[str, object], key: str, sai
 
 
 def test_a_policy_gradient_loss_is_refused_where_nothing_computes_advantages() -> None:
-    data = make_config().model_dump(exclude={"grpo", "loss_fn", "reward_penalties"})
+    data = make_config().model_dump(exclude={"grpo", "loss_fn", "policies", "reward_penalties"})
     config = DistillationRunConfig.model_validate({**data, "loss_fn": {"type": "ppo"}})
     with pytest.raises(ConfigError, match=r"loss_fn\.type = 'ppo': .*examples/run_grpo\.py only"):
         check_distillation(config)
