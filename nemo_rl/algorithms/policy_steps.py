@@ -6,6 +6,7 @@ from dataclasses import replace
 from nemo_rl.algorithms.stages import StepBatch
 from nemo_rl.algorithms.training_run import TrainingRun
 from nemo_rl.errors import RolloutError
+from nemo_rl.experience.assembly import describe_first_failure
 from nemo_rl.experience.policy_views import view_groups
 from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.types import CollectedGroups
@@ -25,9 +26,9 @@ SUMMED_METRICS = frozenset(
 
 
 async def make_batches(run: TrainingRun, collected: CollectedGroups, timer: StepTimer) -> dict[str, StepBatch]:
-    """Return the batch of each policy that has groups to train on, before any of them is trained.
+    """Return the batch of each policy that has groups to train on; raises RolloutError if none has.
 
-    So a RolloutError, which is raised if no policy has any, leaves all policies at the same step.
+    All batches are made before any policy is trained, so that an error leaves all policies at the same step.
     """
     if list(run.algorithms) == [""]:
         return {"": await run.algorithms[""].make_batch(collected, timer)}
@@ -37,9 +38,7 @@ async def make_batches(run: TrainingRun, collected: CollectedGroups, timer: Step
             await run.policy.select(name)
             batches[name] = await algorithm.make_batch(replace(collected, groups=groups, metrics={}), timer)
     if not batches:
-        failures = (t.failure for group in collected.groups for t in group.trajectories)
-        first = next((failure for failure in failures if failure is not None), None)
-        cause = f"; the first failure was of class {first.failure_class}: {first.cause}" if first else ""
+        cause = describe_first_failure(collected.groups)
         raise RolloutError(f"nothing to train on: no policy of {', '.join(run.algorithms)} has a rollout{cause}")
     return batches
 

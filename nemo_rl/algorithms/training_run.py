@@ -25,9 +25,8 @@ class TrainingRun:
     config: TrainingRunConfig
     run_dir: Path
     num_steps: int  # upper bound: max_num_steps, or fewer if the data ends first
-    algorithms: Mapping[
-        str, Algorithm
-    ]  # of each policy that is trained, by name; "" is the name of a run's only policy
+    # the algorithm of each policy that is trained, by name; "" is the name of a run's only policy
+    algorithms: Mapping[str, Algorithm]
     source: GroupSource
     generation: Generation
     policy: Policy

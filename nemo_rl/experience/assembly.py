@@ -233,11 +233,15 @@ def _reward_components(trajectories: Sequence[Trajectory]) -> TensorDict:
 
 def _describe_empty_batch(groups: Sequence[TrajectoryGroup], min_group_size: int) -> str:
     counts = count_assembly(groups, min_group_size=min_group_size)
+    return (
+        f"nothing to train on: {counts.num_failed} of {counts.num_trajectories} rollouts failed, and no group has "
+        f"rollout.min_group_size = {min_group_size} others left{describe_first_failure(groups)}"
+    )
+
+
+def describe_first_failure(groups: Sequence[TrajectoryGroup]) -> str:
+    """Return the end of a message: class and cause of the first rollout that failed; empty if none did."""
     rollouts = chain.from_iterable((*group.trajectories, group.baseline) for group in groups)
     failures = (t.failure for t in rollouts if t is not None)
     first = next((f for f in failures if f is not None), None)
-    cause = f"; the first failure was of class {first.failure_class}: {first.cause}" if first else ""
-    return (
-        f"nothing to train on: {counts.num_failed} of {counts.num_trajectories} rollouts failed, "
-        f"and no group has rollout.min_group_size = {min_group_size} others left{cause}"
-    )
+    return f"; the first failure was of class {first.failure_class}: {first.cause}" if first else ""

@@ -11,10 +11,10 @@ from nemo_rl.types import MessageLog, TokenizedMessage, Trajectory, TrajectoryGr
 
 
 def view_groups(groups: Sequence[TrajectoryGroup], policy: str, *, min_group_size: int) -> tuple[TrajectoryGroup, ...]:
-    """Return the groups with at least `min_group_size` rollouts in which a policy gave a response: these and those that
-    failed.
+    """Return the groups in which a policy gave a response in at least `min_group_size` rollouts.
 
-    A rollout has the rewards of the policy, and the responses of other policies are text that the policy was given.
+    A group keeps these rollouts and those that failed. A rollout has the rewards of the policy, and the responses of
+    other policies are text that it was given.
     """
     views = (_view_group(group, policy) for group in groups)
     return tuple(view for view in views if len(view.survivors) >= max(min_group_size, 1))

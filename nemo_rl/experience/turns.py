@@ -143,7 +143,7 @@ class Episode:
         self._response_truncated = False
         self._num_turns = 0
         self._speakers = rules.speakers.get(job.prompt.task_name, ())
-        self._policy = self._speakers[0] if self._speakers else ""  # gives the next response
+        self._policy = self._first_policy  # gives the next response
         self._rewards: dict[str, float] = {}  # of all policies
         self._policy_rewards: dict[str, dict[str, float]] = {}  # of single policies, beside `_rewards`
         self._answer: str | None = None
