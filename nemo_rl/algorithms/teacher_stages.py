@@ -24,6 +24,7 @@ class TeacherHandle:
 
     teacher: Teacher
     shares_policy_device: bool  # then one model is on the device at a time
+    sees: bool = False  # it is given the images of rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,21 @@ class Teachers:
         answers = await gather_or_cancel(query_sequentially(lane) for lane in lanes)
         return [answer for lane in answers for answer in lane]
 
+    def rows_for(self, key: str, batch: TrainingBatch, rows: torch.Tensor) -> TrainingBatch:
+        """Return a teacher's rows without the columns of the policy's engine: a teacher makes its own decisions.
+
+        Images are those of the policy, with their features. Raises PolicyError for images, such as those of
+        environments, and a teacher that reads text.
+        """
+        own = trim(batch.exclude(keys.COLUMNS)[rows])
+        if keys.IMAGES not in own:
+            return own
+        if not (own[keys.IMAGE_ROWS] >= 0).any():
+            return own.exclude(keys.IMAGE_ROWS, keys.IMAGES)
+        if not self.by_key[key].sees:
+            raise PolicyError(f"the rollouts have images; {key} reads text")
+        return own
+
     async def _query(
         self, key: str, rows: torch.Tensor, query: Callable[[str, Teacher, torch.Tensor], Awaitable[AnswerT]]
     ) -> AnswerT:
@@ -66,16 +82,6 @@ class Teachers:
         return answer
 
 
-def _rows_for_teacher(batch: TrainingBatch, rows: torch.Tensor) -> TrainingBatch:
-    """Return the rows without the columns of the policy's engine: a teacher makes its own decisions.
-
-    Raises PolicyError for images, such as those of environments: teachers read text.
-    """
-    if keys.IMAGES in batch:
-        raise PolicyError("the rollouts have images; teachers read text")
-    return trim(batch.exclude(keys.COLUMNS)[rows])
-
-
 @dataclass(frozen=True, slots=True)
 class TopKStage:
     """Adds the teacher's `k` most likely tokens; satisfies TeacherStage."""
@@ -86,7 +92,7 @@ class TopKStage:
 
     async def __call__(self, batch: TrainingBatch, rows: Sequence[BatchRow]) -> dict[str, float]:
         async def query(key: str, teacher: Teacher, own: torch.Tensor) -> TopK:
-            return await teacher.topk_logprobs(_rows_for_teacher(batch, own), self.k)
+            return await teacher.topk_logprobs(self.teachers.rows_for(key, batch, own), self.k)
 
         shape = (*batch[keys.TOKEN_IDS].shape, self.k)
         ids, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
@@ -106,7 +112,7 @@ class LogprobsStage:
 
     async def __call__(self, batch: TrainingBatch, rows: Sequence[BatchRow]) -> dict[str, float]:
         async def query(key: str, teacher: Teacher, own: torch.Tensor) -> torch.Tensor:
-            return await teacher.logprobs(_rows_for_teacher(batch, own))
+            return await teacher.logprobs(self.teachers.rows_for(key, batch, own))
 
         result = torch.zeros(batch[keys.TOKEN_IDS].shape)
         for own, logprobs in await self.teachers.query_each(rows, query):

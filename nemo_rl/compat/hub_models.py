@@ -4,7 +4,9 @@ import re
 from typing import Any
 
 HUB_TYPES = {  # names of models with experts, and of those that see
+    r"HuggingFaceTB/SmolVLM2-": "smolvlm",
     r"Qwen/Qwen2\.5-VL-": "qwen2_5_vl",
+    r"Qwen/Qwen3-VL-(?!.*-A\d+B)": "qwen3_vl",
     r"Qwen/Qwen3-(Coder-)?(30B-A3B|235B-A22B)": "qwen3_moe",
     r"mistralai/Mixtral-": "mixtral",
     r"zai-org/GLM-4\.5(-|$)(?!.*V)": "glm4_moe",

@@ -451,12 +451,15 @@ def _check_image_rows(
 ) -> None:
     """Raise ConfigError for runs in which rows with images cannot be sampled or trained on."""
     value = section.model_dump(exclude_unset=True)
-    if isinstance(config, DPORunConfig | RewardModelRunConfig):
-        raise ConfigError(key, value, "preferences are texts; allowed: null, or supervised training and GRPO")
+    if isinstance(config, RewardModelRunConfig):
+        raise ConfigError(key, value, "reward models read text; allowed: null, or DPO")
     if not isinstance(config, TrainingRunConfig):
         return
-    if uses_teachers(config):
-        raise ConfigError(key, value, "teachers read text; allowed: null, or a run without teachers")
+    if uses_teachers(config) and uses_cross_tokenizer(config):
+        raise ConfigError(key, value, "teachers with tokenizers of their own read text; allowed: null")
+    for name, teacher in config.teacher_sections.items():
+        if teacher.server is not None:
+            raise ConfigError(key, value, f"{name}.server is set, and served teachers read text; allowed: null")
 
 
 def _check_env_names(config: RolloutRunConfig) -> None:

@@ -1,13 +1,31 @@
 """Images: which files rows may name, how large they may be, and the models that see. Loads neither torch nor Pillow."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from nemo_rl.config.kinds import Section
 from nemo_rl.errors import ConfigError
 
-VISION_MODEL_TYPES = ("idefics3", "qwen2_5_vl")  # types of models whose policies see
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """A type of model that sees."""
+
+    tower: Literal["tiles", "patches", "deepstack"]  # key of distributed.vision_towers.TOWERS
+    # Name of the class of transformers, if it also reads videos: data.vision takes that part out, and vLLM's module of
+    # the type's name is given the result. None: AutoProcessor finds it.
+    video_processor_class: str | None = None
+
+
+VISION_FAMILIES = {
+    "idefics3": VisionFamily("tiles"),
+    "smolvlm": VisionFamily("tiles", "SmolVLMProcessor"),
+    "qwen2_5_vl": VisionFamily("patches", "Qwen2_5_VLProcessor"),
+    "qwen3_vl": VisionFamily("deepstack", "Qwen3VLProcessor"),
+}
 MAX_BYTES, MAX_PIXELS = 2**26, 2**26  # per image, whatever limits are configured
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from nemo_rl.config.images import VISION_MODEL_TYPES
+from nemo_rl.config.images import VISION_FAMILIES
 from nemo_rl.config.kinds import Section
 from nemo_rl.errors import ConfigError
 
@@ -44,7 +44,7 @@ def num_experts(model: "PreTrainedConfig") -> int:
 
 def adapters_problem(model: "PreTrainedConfig") -> str | None:
     """Return why vLLM cannot hold adapters of a model beside its weights; None if it can."""
-    if model.model_type in VISION_MODEL_TYPES:
+    if model.model_type in VISION_FAMILIES:
         return f"adapters beside the weights of a model of type {model.model_type!r}, which sees, are not tested"
     kind = model.get_text_config().model_type
     return f"vLLM would adapt the experts of this {kind!r} model too" if num_experts(model) else None

@@ -6,6 +6,7 @@ differ.
 """
 
 import hashlib
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,9 +18,11 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase, Qwen2_5_VLProcessor
+import transformers
+from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
 from transformers.processing_utils import VideosKwargs
 
+from nemo_rl.config.images import VISION_FAMILIES
 from nemo_rl.data.images import decode
 from nemo_rl.errors import ConfigError, DataError, describe_error
 from nemo_rl.image_features import ImageFeatures, PlacedImage
@@ -58,15 +61,30 @@ class ImageOnly:
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)  # type: ignore[call-arg]
 
 
+class ImageOnlyTiles(ImageOnly):
+    """SmolVLM's: a signature with the number of tokens per tile, and no need of the package num2words."""
+
+    def __init__(
+        self, image_processor: Any = None, tokenizer: Any = None, image_seq_len: int = 169, chat_template: Any = None,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        module: Any = sys.modules[transformers.SmolVLMProcessor.__module__]
+        module.num2words = module.num2words or str  # the constructor asks for it; only videos use it
+        super().__init__(image_processor, tokenizer, chat_template, image_seq_len=image_seq_len, **kwargs)
+
+
 @cache
 def image_only(processor_class: type) -> Any:
     """Return a processor class without its part for videos."""
-    return type(processor_class.__name__, (ImageOnly, processor_class), {})
+    mixin = ImageOnlyTiles if processor_class is transformers.SmolVLMProcessor else ImageOnly
+    return type(processor_class.__name__, (mixin, processor_class), {})
 
 
 def _processor_class(model_path: str) -> Any:
-    config = AutoConfig.from_pretrained(model_path)
-    return image_only(Qwen2_5_VLProcessor) if config.model_type == "qwen2_5_vl" else AutoProcessor
+    family = VISION_FAMILIES.get(AutoConfig.from_pretrained(model_path).model_type)
+    if family is None or family.video_processor_class is None:
+        return AutoProcessor
+    return image_only(getattr(transformers, family.video_processor_class))
 
 
 def save_processor(model_path: str, directory: Path) -> None:
@@ -99,6 +117,13 @@ class ImageEncoder:
         if isinstance(processor, PreTrainedTokenizerBase) or not hasattr(processor, "image_token"):
             raise ConfigError(key, model_path, "has no processor that reads images")
         return cls(processor)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the tokens and pixels of an image; encoders of equal settings make the same features."""
+        processor = self._processor
+        own = {"processor_class": type(processor).__name__, "image_seq_len": getattr(processor, "image_seq_len", None)}
+        return {**own, "image_token": self.mark, **processor.image_processor.to_dict()}
 
     def encode(self, image: ImagePart, where: str | None = None) -> EncodedImage:
         """Return an image's text and features; raises DataError for one that is only known by its digest.

@@ -265,13 +265,13 @@ class HFGeneration(Generation):
         shifted = [[one.shifted(n) for one in row.request.images] for row, n in zip(rows, padding, strict=True)]
         table, numbers = ImageTable.lay_out(shifted, width)
         images = RowImages(torch.from_numpy(numbers).to(self._device), table)
-        embeddings = self._images.embed(token_ids.to(self._device), images)
+        inputs = self._images.embed(token_ids.to(self._device), images)
         on_right = [torch.stack([row.roll(-n) for row, n in zip(part, padding, strict=True)])
                     for part in (token_ids, images.rows.cpu())]  # fmt: skip
         own = self._images.positions(on_right[0], lengths, RowImages(on_right[1], table))
         if own is not None:
             positions = torch.stack([own[:, i].roll(n, dims=-1) for i, n in enumerate(padding)], dim=1)
-        return {"inputs_embeds": embeddings}, positions
+        return inputs, positions
 
     def _extend(self, row: Row, logits: torch.Tensor) -> None:
         sampling = row.request.sampling

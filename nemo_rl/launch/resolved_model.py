@@ -9,7 +9,7 @@ from nemo_rl.algorithms.cross_tokenizer_stage import TeacherTargetBuilder
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
 from nemo_rl.config.checks import uses_cross_tokenizer
 from nemo_rl.config.data import BaseDataConfig, resolve_dataset
-from nemo_rl.config.images import VISION_MODEL_TYPES
+from nemo_rl.config.images import VISION_FAMILIES
 from nemo_rl.config.master import DistillationRunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.moe import check_moe
 from nemo_rl.config.policy import ModelConfig, PolicyConfig, TeacherConfig
@@ -23,7 +23,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.launch.models import resolve_model
 from nemo_rl.policy.hf_model import load_config
 
-READS_TEXT = "policy.model_name reads text; allowed: {} or a model of type " + ", ".join(VISION_MODEL_TYPES)
+READS_TEXT = "policy.model_name reads text; allowed: {} or a model of type " + ", ".join(VISION_FAMILIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,19 @@ def check_vision(policy: PolicyConfig, model: PreTrainedConfig) -> None:
             problem = f"models of type {model.model_type!r} have no vision tower of a known family; allowed: false"
             raise ConfigError("policy.freeze_vision", True, problem)
         return
-    kind = f"the policy sees (a model of type {model.model_type!r})"
-    if policy.sequence_packing.share_prefixes:
-        raise ConfigError("policy.sequence_packing.share_prefixes", True, f"{kind}; allowed: false")
-    if policy.parallelism.num_context_parallel_ranks > 1:
-        key, size = f"policy.{policy.backend_key}.context_parallel_size", policy.parallelism.num_context_parallel_ranks
-        raise ConfigError(key, size, f"{kind}; allowed: 1")
-    if not policy.parallelism.SEES:
-        raise ConfigError("policy.model_name", policy.model_name, f"{kind}; allowed: policy.backend fsdp2")
+    _check_seeing_model("policy", policy, model)
+
+
+def _check_seeing_model(key: str, section: PolicyConfig | TeacherConfig, model: PreTrainedConfig) -> None:
+    """Raise ConfigError for options of the section `key` that its model, which sees, excludes."""
+    kind = f"the model sees (it is of type {model.model_type!r})"
+    if section.sequence_packing.share_prefixes:
+        raise ConfigError(f"{key}.sequence_packing.share_prefixes", True, f"{kind}; allowed: false")
+    if section.parallelism.num_context_parallel_ranks > 1:
+        size = section.parallelism.num_context_parallel_ranks
+        raise ConfigError(f"{key}.{section.backend_key}.context_parallel_size", size, f"{kind}; allowed: 1")
+    if not section.parallelism.SEES:
+        raise ConfigError(f"{key}.model_name", section.model_name, f"{kind}; allowed: {key}.backend fsdp2")
 
 
 def check_images_are_seen(config: RolloutRunConfig, encoder: ChatEncoder) -> None:
@@ -146,16 +151,50 @@ async def _resolve_teacher(
         name_key=f"{key}.model_name" if section.tokenizer.name is None else f"{key}.tokenizer.name",
         template_key=f"{key}.tokenizer.chat_template",
     )
-    encoder = ChatEncoder(tokenizer, chat_template_kwargs=section.tokenizer.chat_template_kwargs)
-    model_config = None
+    model_config, images = None, None
     if section.server is None:
         model_config = load_config(path, section.hf_config_overrides, section=key)
         section.parallelism.check_model(model_config, key=f"{key}.{section.backend_key}")
+        if sees(model_config) and not uses_cross_tokenizer(config):  # else its encoder refuses images
+            _check_seeing_model(key, section, model_config)
+            images = ImageEncoder.load(path, key=f"{key}.model_name")
+    encoder = ChatEncoder(tokenizer, chat_template_kwargs=section.tokenizer.chat_template_kwargs, images=images)
     teacher = ResolvedModel(key, path, model_config, tokenizer, encoder)
     if not uses_cross_tokenizer(config):  # else what exceeds the teacher's context is dropped
         _check_same_vocabulary(section, teacher, policy)
         _check_teacher_length(section, teacher, config.policy.max_total_sequence_length)
+        _check_teacher_images(section, teacher, policy, images_key=_find_images_key(config))
     return teacher
+
+
+def _find_images_key(config: TrainingRunConfig) -> str | None:
+    """Return the key of a dataset or an environment that shows images; None if there is none."""
+    for name, environment in config.env.items():
+        if environment.shows_images:
+            return f"env.{name}.images"
+    for key, own in config.data.datasets:
+        if resolve_dataset(own, config.data.default, key=key)[1].images is not None:
+            return f"{key}.images"
+    return None
+
+
+def _check_teacher_images(
+    section: TeacherConfig, teacher: ResolvedModel, policy: ResolvedModel, *, images_key: str | None
+) -> None:
+    """Raise ConfigError for a teacher that cannot be given the features of the policy's images."""
+    key = f"{teacher.key}.model_name"
+    if policy.encoder.images is None:
+        return
+    if teacher.encoder.images is None:
+        if images_key is not None:
+            problem = f"it reads text, and {images_key} shows images; allowed: a model with the policy's processor"
+            raise ConfigError(key, section.model_name, problem)
+        return
+    own, others = policy.encoder.images.settings, teacher.encoder.images.settings
+    differing = next((name for name in {**own, **others} if own.get(name) != others.get(name)), None)
+    if differing is not None:
+        problem = f"its processor has {differing} = {others.get(differing)}, and the policy's {own.get(differing)}"
+        raise ConfigError(key, section.model_name, f"{problem}; allowed: a model with the policy's processor")
 
 
 def _check_teacher_length(section: TeacherConfig, teacher: ResolvedModel, length: int) -> None:

@@ -48,7 +48,7 @@ async def open_teachers(
         teacher = await _open_teacher(section, model, run, reservation, log_dir=log_dir, stack=stack)
         if shares_policy_device:
             await teacher.offload()
-        by_key[key] = TeacherHandle(teacher, shares_policy_device)
+        by_key[key] = TeacherHandle(teacher, shares_policy_device, sees=model.encoder.images is not None)
     tasks = {task: key for task in run.config.env if (key := run.config.teacher_key(task)) is not None}
     return Teachers(by_key, tasks)
 

@@ -280,7 +280,7 @@ class CausalLogprobs(nn.Module):
         rows = None if images is None else replace(images, rows=layout.lay_out(images.rows))
         inputs: dict[str, Any] = {
             "input_ids": None,
-            "inputs_embeds": self.images.embed(layout.lay_out(token_ids), rows),
+            **self.images.embed(layout.lay_out(token_ids), rows),
         }
         positions = self.images.positions(token_ids, lengths, images)
         if positions is None:

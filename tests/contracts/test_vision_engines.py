@@ -41,11 +41,13 @@ from nemo_rl.weight_sync.verification import Probe, collect_completions, to_logp
 from tests.contracts.engines import section
 from tests.contracts.policies import SETTINGS
 from tests.fakes.environments import Conversation, FakeEnvironment, State
-from tests.fakes.vision import picture, save_vision_model
+from tests.fakes.vision import KINDS, picture, save_vision_model
+from tests.support.quick import quick
 from tests.unit.experience.rollout_setup import dependencies
 from tests.unit.policy.tiny import WeightedNLL, make_batch
 
-CASES = [(kind, engine) for kind in ("idefics3", "tiles", "qwen2_5_vl") for engine in ("hf", "vllm in process")]
+CASES = [((kind, engine),) for kind in KINDS for engine in ("hf", "vllm in process")]
+SLOW_CASES = [(("smolvlm", "hf"),), (("smolvlm", "vllm in process"),), (("qwen3_vl", "hf"),)]
 QUESTIONS = (
     Message("user", (picture(1, 84, 56), TextPart("and"), picture(2), TextPart("are?"))),
     Message("user", "no image"),
@@ -62,8 +64,8 @@ class Seeing:
     def __init__(self, runner: asyncio.Runner, kind: str, engine: str, path: Path) -> None:
         self.runner = runner
         self.path = path
-        self.model_type = "idefics3" if kind == "tiles" else kind
-        model, _ = save_vision_model(self.model_type, path, splits=kind == "tiles")
+        model, _ = save_vision_model(kind, path)
+        self.model_type = model.config.model_type
         self.class_name = type(model).__name__
         images = ImageEncoder.load(str(path))
         self.encoder = ChatEncoder(images._processor.tokenizer, images=images)
@@ -107,7 +109,7 @@ class Seeing:
         self.runner.run(self.policy.close())
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+@pytest.fixture(scope="module", params=quick(CASES, [case for case in CASES if case not in SLOW_CASES]), ids="-".join)
 def seeing(
     request: pytest.FixtureRequest, engine_loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Seeing]:

@@ -14,9 +14,11 @@ from tests.contracts.layouts import Layouts, assert_near, assert_same_metrics
 from tests.contracts.policies import SGD, clones
 from tests.contracts.rank_pool import RankPool
 from tests.fakes.vision import picture, save_vision_model
+from tests.support.quick import quick
 from tests.unit.policy.tiny import WeightedNLL, make_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+RANK_CASES = [(kind, packed) for kind in ("idefics3", "qwen2_5_vl", "qwen3_vl") for packed in (False, True)]
 
 
 def picture_batch(path: Path) -> TensorDict:
@@ -36,7 +38,7 @@ def picture_batch(path: Path) -> TensorDict:
     return batch
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", quick(["idefics3", "smolvlm", "qwen2_5_vl"], ["idefics3", "qwen2_5_vl"]))
 def test_a_checkpoint_is_a_model_that_sees(kind: str, pool: RankPool, tmp_path: Path) -> None:
     save_vision_model(kind, tmp_path / "model")
     calls = [("save", tmp_path / "saved", {"save_optimizer": False}), ("finish_save",)]
@@ -49,8 +51,7 @@ def test_a_checkpoint_is_a_model_that_sees(kind: str, pool: RankPool, tmp_path: 
         assert (own[1] == read[1]).all()
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "qwen2_5_vl"])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("kind", "packed"), quick(RANK_CASES, [case for case in RANK_CASES if case[0] != "qwen3_vl"]))
 def test_two_ranks_are_as_one(kind: str, packed: bool, pool: RankPool, tmp_path: Path) -> None:
     save_vision_model(kind, tmp_path)
     batch, run = picture_batch(tmp_path), Layouts(pool, {kind: tmp_path})

@@ -15,6 +15,9 @@ from nemo_rl.data.images import ImageReader
 from nemo_rl.data.vision import image_only
 from nemo_rl.types import ImagePart
 
+# tiles: an Idefics3 whose images are cut into tiles, as SmolVLM's are
+KINDS = ("idefics3", "tiles", "smolvlm", "qwen2_5_vl", "qwen3_vl")
+QWEN_PATCHES = {"qwen2_5_vl": 14, "qwen3_vl": 16}  # pixels of a patch's side
 END, PAD = "<|end|>", "<|pad|>"
 QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TILE_TOKENS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
@@ -55,51 +58,56 @@ def make_tokenizer(special: list[str], template: str) -> tf.PreTrainedTokenizerF
     )
 
 
-def save_vision_model(kind: str, path: Path, *, splits: bool = False) -> tuple[Any, Any]:
-    """Save a model of type idefics3 or qwen2_5_vl with its processor; return both. `splits` cuts images into tiles."""
-    processor = _make_qwen_processor() if kind == "qwen2_5_vl" else _make_tile_processor(splits)
+def save_vision_model(kind: str, path: Path) -> tuple[Any, Any]:
+    """Save a model of one of KINDS with its processor; return both."""
+    processor = _make_qwen_processor(kind) if kind in QWEN_PATCHES else _make_tile_processor(kind)
     torch.manual_seed(0)
     tokenizer = processor.tokenizer
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in tokenizer.all_special_tokens}
     text = TEXT | {"vocab_size": len(tokenizer) + len(tokenizer) % 2, "pad_token_id": ids[PAD], "bos_token_id": None}
     text["eos_token_id"] = ids[END]
-    model = _make_qwen(text, ids) if kind == "qwen2_5_vl" else _make_tiles(text, ids)
+    model = _make_qwen(kind, text, ids) if kind in QWEN_PATCHES else _make_tiles(kind, text, ids)
     model = model.float().eval()
     model.save_pretrained(path)
     processor.save_pretrained(path)
     return model, processor
 
 
-def _make_tile_processor(splits: bool) -> Any:
+def _make_tile_processor(kind: str) -> Any:
+    splits, is_smol = kind != "idefics3", kind == "smolvlm"
     edge = {"longest_edge": 64 if splits else 32}
-    images = tf.Idefics3ImageProcessorPil(size=edge, max_image_size={"longest_edge": 32}, do_image_splitting=splits)
+    image_class = tf.SmolVLMImageProcessorPil if is_smol else tf.Idefics3ImageProcessorPil
+    images = image_class(size=edge, max_image_size={"longest_edge": 32}, do_image_splitting=splits)
     template = TEMPLATE.replace("IMAGE", "<image>")
     tokenizer = make_tokenizer(TILE_TOKENS, template)
-    return tf.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
+    processor_class = image_only(tf.SmolVLMProcessor) if is_smol else tf.Idefics3Processor
+    return processor_class(images, tokenizer, image_seq_len=4, chat_template=template)
 
 
-def _make_tiles(text: dict[str, Any], ids: dict[str, int]) -> Any:
+def _make_tiles(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
               "image_size": 32, "patch_size": 8, "initializer_range": 0.15}  # fmt: skip
-    config = tf.Idefics3Config(
+    name = "SmolVLM" if kind == "smolvlm" else "Idefics3"
+    config = getattr(tf, f"{name}Config")(
         vision_config=vision, text_config=text | {"model_type": "llama"}, scale_factor=2, image_token_id=ids["<image>"],
         pad_token_id=ids[PAD], tie_word_embeddings=False,
     )  # fmt: skip
-    return tf.Idefics3ForConditionalGeneration(config)
+    return getattr(tf, f"{name}ForConditionalGeneration")(config)
 
 
-def _make_qwen_processor() -> Any:
-    patch = 14
+def _make_qwen_processor(kind: str) -> Any:
+    patch = QWEN_PATCHES[kind]
     side = 2 * patch
     images = tf.Qwen2VLImageProcessorPil(
         size={"shortest_edge": side**2, "longest_edge": 64 * side**2}, patch_size=patch, merge_size=2,
         temporal_patch_size=2,
     )  # fmt: skip
     template = TEMPLATE.replace("IMAGE", QWEN_MARK)
-    return image_only(tf.Qwen2_5_VLProcessor)(images, make_tokenizer(QWEN_TOKENS, template), chat_template=template)
+    processor_class = tf.Qwen2_5_VLProcessor if kind == "qwen2_5_vl" else tf.Qwen3VLProcessor
+    return image_only(processor_class)(images, make_tokenizer(QWEN_TOKENS, template), chat_template=template)
 
 
-def _make_qwen(text: dict[str, Any], ids: dict[str, int]) -> Any:
+def _make_qwen(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
     tokens = {
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -108,7 +116,11 @@ def _make_qwen(text: dict[str, Any], ids: dict[str, int]) -> Any:
     }
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128,
-              "initializer_range": 0.15, "window_size": 56, "fullatt_block_indexes": [1], "patch_size": 14}  # fmt: skip
-    parts: dict[str, Any] = {"vision_config": vision, "text_config": text | {"rope_parameters": rope}, **tokens}
-    config = tf.Qwen2_5_VLConfig(**parts)
-    return tf.Qwen2_5_VLForConditionalGeneration(config)
+              "initializer_range": 0.15, "patch_size": QWEN_PATCHES[kind]}  # fmt: skip
+    if kind == "qwen2_5_vl":
+        vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
+        parts: dict[str, Any] = {"vision_config": vision, "text_config": text | {"rope_parameters": rope}, **tokens}
+        return tf.Qwen2_5_VLForConditionalGeneration(tf.Qwen2_5_VLConfig(**parts))
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    parts = {"vision_config": vision, "text_config": text | {"rope_parameters": rope | {"mrope_interleaved": True}}}
+    return tf.Qwen3VLForConditionalGeneration(tf.Qwen3VLConfig(**parts, **tokens))

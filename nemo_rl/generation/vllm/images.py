@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
+from nemo_rl.config.images import VISION_FAMILIES
 from nemo_rl.data.vision import image_only
 from nemo_rl.image_features import ImageFeatures, PlacedImage
 
 MAX_IMAGES = 64  # per prompt; vLLM reserves nothing for them
-PREPARED_TYPES = ("qwen2_5_vl",)
 ARGUMENTS: dict[str, Any] = {
     "mm_device_do_normalize": False,  # else Qwen's classes normalize pixels once more
     "skip_mm_profiling": True,
@@ -29,7 +30,7 @@ ARGUMENTS: dict[str, Any] = {
 
 def vision_arguments(model_type: str) -> dict[str, Any]:
     """Return the arguments of vLLM's AsyncEngineArgs for a model that sees."""
-    limits = {"image": MAX_IMAGES, **({"video": 0} if model_type.startswith("qwen") else {})}
+    limits = {"image": MAX_IMAGES, **({} if VISION_FAMILIES[model_type].tower == "tiles" else {"video": 0})}
     return {**ARGUMENTS, "limit_mm_per_prompt": limits}
 
 
@@ -74,16 +75,18 @@ def _place(placed: PlacedImage) -> Any:
 
 def needs_prepared_process(model_type: str) -> bool:
     """Return whether vLLM can load models of a type only in a process that `prepare_classes` has prepared."""
-    return model_type in PREPARED_TYPES
+    return VISION_FAMILIES[model_type].video_processor_class is not None
 
 
 def prepare_classes(model_type: str) -> None:
-    """Let vLLM load a Qwen2.5-VL without torchvision: by a processor without videos, in this process.
+    """Let vLLM load a model whose processor reads videos without torchvision: by one that does not, in this process.
 
-    vLLM 0.32 imports one function from a module of transformers that needs torchvision; the module for Pillow has the
-    same function. Registered by its class, a model is not inspected in a process of its own, which lacks all this.
+    For Qwen's, vLLM 0.32 imports one function from a module of transformers that needs torchvision; the module for
+    Pillow has the same function. Registered by its class, a model is not inspected in a process of its own, which
+    lacks all this.
     """
-    if model_type not in PREPARED_TYPES:
+    processor = VISION_FAMILIES[model_type].video_processor_class
+    if processor is None:
         return
     name = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
     if importlib.util.find_spec("torchvision") is None and name not in sys.modules:
@@ -93,6 +96,7 @@ def prepare_classes(model_type: str) -> None:
         sys.modules[name] = stand_in
     from vllm import ModelRegistry
 
-    module: Any = importlib.import_module("vllm.model_executor.models.qwen2_5_vl")
-    module.Qwen2_5_VLProcessor = image_only(module.Qwen2_5_VLProcessor)
-    ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", module.Qwen2_5_VLForConditionalGeneration)
+    module: Any = importlib.import_module(f"vllm.model_executor.models.{model_type}")
+    setattr(module, processor, image_only(getattr(transformers, processor)))
+    class_name = processor.replace("Processor", "ForConditionalGeneration")
+    ModelRegistry.register_model(class_name, getattr(module, class_name))

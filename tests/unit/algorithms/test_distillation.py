@@ -1,7 +1,7 @@
 """Rows are asked of the teacher of their task, each teacher on the device only in its turn."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -80,15 +80,32 @@ def test_each_row_has_the_scores_of_its_tasks_teacher() -> None:
     assert each["teachers.math"].batches[0][keys.TOKEN_IDS].shape == (2, 2)  # without the padding of longer rows
 
 
-@pytest.mark.parametrize("stage", [TopKStage, LogprobsStage])
-def test_images_of_rollouts_are_refused_since_teachers_read_text(stage: type) -> None:
+def image_batch() -> TensorDict:
+    """The first row, of math, has an image."""
     batch = batch_of_three()
     image = ImageFeatures("a" * 64, {"pixel_values": np.zeros((1, 2), np.float32)}, 1)
     keys.add_images(batch, [[PlacedImage(image, (0,))], [], []])
+    return batch
+
+
+@pytest.mark.parametrize("stage", [TopKStage, LogprobsStage])
+def test_images_of_rollouts_are_refused_by_a_teacher_that_reads_text(stage: type) -> None:
     asked, _ = teachers([], shares_policy_device=False)
     made = stage(asked, 2, 8) if stage is TopKStage else stage(asked)
-    with pytest.raises(PolicyError, match="teachers read text"):
-        asyncio.run(made(batch, ROWS))
+    with pytest.raises(PolicyError, match=r"the rollouts have images; teachers\.math reads text"):
+        asyncio.run(made(image_batch(), ROWS))
+
+
+def test_only_teachers_of_rows_with_images_need_to_see() -> None:
+    asked, each = teachers([], shares_policy_device=False)
+    math = asked.by_key["teachers.math"]
+    asked = replace(asked, by_key={**asked.by_key, "teachers.math": replace(math, sees=True)})
+    asyncio.run(LogprobsStage(asked)(image_batch(), ROWS))
+    (seen,), (text,) = each["teachers.math"].batches, each["teacher"].batches
+    assert seen[keys.IMAGE_ROWS].tolist() == [[0, -1], [-1, -1]]
+    assert [image.digest for image in seen[keys.IMAGES].images] == ["a" * 64]
+    assert keys.IMAGES not in text
+    assert keys.IMAGE_ROWS not in text
 
 
 def test_topk_is_widened_to_the_batch_and_padding_tokens_of_the_teachers_embedding_are_none() -> None:

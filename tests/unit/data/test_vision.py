@@ -8,15 +8,15 @@ from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.vision import ImageEncoder
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.types import ImagePart, Message, TextPart, TokenizedMessage, ToolResult, placed_images
-from tests.fakes.vision import TEMPLATE, picture, save_vision_model
+from tests.fakes.vision import KINDS, TEMPLATE, picture, save_vision_model
 
 BLIND_TOOLS = TEMPLATE.replace("part['type'] == 'image'", "part['type'] == 'image' and m['role'] != 'tool'")
 
 
-@pytest.fixture(scope="module", params=["idefics3", "tiles", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=KINDS)
 def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageEncoder:
     path: Path = tmp_path_factory.mktemp(request.param)
-    save_vision_model(request.param.replace("tiles", "idefics3"), path, splits=request.param == "tiles")
+    save_vision_model(request.param, path)
     return ImageEncoder.load(str(path))
 
 

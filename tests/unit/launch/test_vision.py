@@ -1,5 +1,6 @@
 """Options and rows that exclude each other with models that see, or with those that do not."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,17 @@ from nemo_rl.config.loading import load_config
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.errors import ConfigError
-from nemo_rl.launch.resolved_model import check_images_are_seen, check_vision
-from tests.fakes.vision import TEMPLATE, make_tokenizer
+from nemo_rl.launch.resolved_model import (
+    ResolvedModel,
+    check_images_are_seen,
+    check_vision,
+    resolve_policy,
+    resolve_teachers,
+)
+from tests.fakes.vision import TEMPLATE, TILE_TOKENS, make_tokenizer, save_vision_model
 
 VISION = Path(__file__).parents[3] / "examples" / "configs" / "vision.yaml"
+OPD = ("grpo.adv_estimator.name=opd",)
 ASYNC = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
 
 
@@ -48,6 +56,34 @@ def test_an_environment_that_shows_images_needs_a_policy_that_sees() -> None:
         check_images_are_seen(config, reads_text)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("text", r"teacher\.model_name = .*: it reads text, and data\.train\.images shows images; allowed"),
+        ("tiles", "its processor has do_image_splitting = True, and the policy's False; allowed"),
+        ("idefics3", None),
+    ],
+)
+def test_a_teacher_is_given_the_features_that_the_policy_sees(kind: str, said: str | None, tmp_path: Path) -> None:
+    save_vision_model("idefics3", tmp_path / "policy")
+    if kind == "text":
+        make_tokenizer(TILE_TOKENS, TEMPLATE).save_pretrained(tmp_path / "teacher")
+        LlamaConfig().save_pretrained(tmp_path / "teacher")
+    else:
+        save_vision_model(kind, tmp_path / "teacher")
+    paths = [f"policy.model_name={tmp_path / 'policy'}", f"++teacher.model_name={tmp_path / 'teacher'}"]
+    config = load_config(VISION, [*OPD, *paths, "++data.train.images={}"])
+
+    async def resolve() -> dict[str, ResolvedModel]:
+        return await resolve_teachers(config, await resolve_policy(config.policy))
+
+    if said is None:
+        assert asyncio.run(resolve())["teacher"].encoder.images is not None
+        return
+    with pytest.raises(ConfigError, match=said):
+        asyncio.run(resolve())
+
+
 def test_images_may_be_sampled_beside_training() -> None:
     for overrides in (ASYNC, ("grpo.val_overlap=true",)):
         load_config(VISION, ["++data.train.images={}", *overrides])
@@ -56,7 +92,7 @@ def test_images_may_be_sampled_beside_training() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("grpo.adv_estimator.name=opd", "++teacher.model_name=m"), "teachers read text"),
+        ((*OPD, "++teacher={model_name: m, server: {base_urls: ['http://localhost:1'], model: m}}"), "served teachers read text"),
         (("++data.train.images.directories=[/nowhere]",), "no such directory"),
     ],
 )

@@ -1,5 +1,6 @@
 """Log-probs and gradients of models that see, against transformers' own forward pass over each sample alone."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,25 +10,28 @@ import torch
 from tensordict import TensorDict
 
 from nemo_rl import batch as keys
+from nemo_rl.algorithms.teacher_stages import LogprobsStage, TeacherHandle, Teachers, TopKStage
+from nemo_rl.config.policy import TeacherConfig
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.data.vision import ImageEncoder
 from nemo_rl.distributed.vision_towers import ImageEmbedder
+from nemo_rl.experience.assembly import BatchRow
 from nemo_rl.image_features import PlacedImage
+from nemo_rl.policy.driver import LocalTeacher
 from nemo_rl.policy.hf_model import decoder_layers, freeze_vision, load_model, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import images_of, micro_batches
-from nemo_rl.types import Message, TextPart, placed_images
-from tests.fakes.vision import picture, save_vision_model
+from nemo_rl.types import Message, Prompt, TextPart, placed_images
+from tests.fakes.vision import KINDS, picture, save_vision_model
+from tests.support.quick import quick
 
-KINDS = ("idefics3", "tiles", "qwen2_5_vl")
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=quick(KINDS, [kind for kind in KINDS if kind != "smolvlm"]))
 def vision(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Vision":
     path = tmp_path_factory.mktemp(request.param)
-    kind = "idefics3" if request.param == "tiles" else request.param
-    model, _ = save_vision_model(kind, path, splits=request.param == "tiles")
+    model, _ = save_vision_model(request.param, path)
     return Vision(path, model)
 
 
@@ -71,6 +75,11 @@ class Vision:
 
     def alone(self, model: Any, index: int) -> torch.Tensor:
         """Return transformers' log-probs of the sampled tokens of one sample, by its own forward pass."""
+        sampled = torch.tensor(self.rows[index][-self.num_sampled[index] :])
+        return self.distributions(model, index).gather(1, sampled[:, None])[:, 0]
+
+    def distributions(self, model: Any, index: int) -> torch.Tensor:
+        """Return transformers' log-probs of all tokens in place of each sampled one of one sample: [N, V]."""
         row, images = self.rows[index], self.images[index]
         ids = torch.tensor([row])
         is_image = [position for placed in images for position in placed.positions]
@@ -81,11 +90,11 @@ class Vision:
             types[0, is_image] = 1
             inputs |= {"mm_token_type_ids": types} if "image_grid_thw" in inputs else {}
         extra = [p for p, token in enumerate(row) if token == self.token_id and p not in is_image]
-        if extra:  # transformers would look for an image there: give it the embeddings
-            inputs = _with_plain_embedding(model, inputs, extra)
-        logits = model(**inputs, use_cache=False).logits[0].float()
-        logprobs = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        return logprobs[-self.num_sampled[index] :]
+        if extra:  # transformers would look for an image there
+            logits = _logits_with_plain_tokens(model, inputs, extra)[0]
+        else:
+            logits = model(**inputs, use_cache=False).logits[0]
+        return logits.float().log_softmax(-1)[:-1][-self.num_sampled[index] :]
 
 
 def _pixels(images: Sequence[PlacedImage]) -> dict[str, torch.Tensor]:
@@ -94,21 +103,25 @@ def _pixels(images: Sequence[PlacedImage]) -> dict[str, torch.Tensor]:
     return joined if "image_grid_thw" in joined else {name: value.unsqueeze(0) for name, value in joined.items()}
 
 
-def _with_plain_embedding(model: Any, inputs: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
-    """Return inputs by embeddings in which only tokens of images are replaced, written by hand."""
+def _logits_with_plain_tokens(model: Any, inputs: dict[str, Any], positions: Sequence[int]) -> torch.Tensor:
+    """Return the logits of the decoder given embeddings in which only tokens of images are replaced, by hand."""
     ids, base = inputs["input_ids"], model.base_model
     is_image = torch.tensor([[t == model.config.image_token_id for t in ids[0].tolist()]])
     is_image[0, list(positions)] = False
     embeddings = model.get_input_embeddings()(ids)
     pixels = {name: inputs[name] for name in inputs if name.startswith(("pixel", "image"))}
-    found = base.get_image_features(**pixels).pooler_output
+    output = base.get_image_features(**pixels)
+    found = output.pooler_output
     features = torch.cat(list(found)) if isinstance(found, tuple | list) else found.flatten(0, 1)
     embeddings = embeddings.masked_scatter(is_image.unsqueeze(-1), features)
     rest: dict[str, Any] = {"inputs_embeds": embeddings}
     if "mm_token_type_ids" in inputs:
         grid = {"image_grid_thw": inputs["image_grid_thw"]}
         rest["position_ids"] = base.get_rope_index(ids, mm_token_type_ids=inputs["mm_token_type_ids"], **grid)[0]
-    return rest
+    if model.config.model_type == "qwen3_vl":
+        rest["visual_pos_masks"] = is_image
+        rest["deepstack_visual_embeds"] = [torch.cat(parts) for parts in output.deepstack_features]
+    return model.lm_head(model.get_decoder()(**rest, use_cache=False).last_hidden_state)
 
 
 def score(module: CausalLogprobs, part: TensorDict) -> torch.Tensor:
@@ -151,6 +164,32 @@ def test_logprobs_and_gradients_are_those_of_transformers(vision: Vision, is_pac
         torch.testing.assert_close(gradient / scale, expected.grad / scale, atol=TOLERANCE, rtol=0, msg=name)
 
 
+def test_a_teacher_that_sees_has_the_scores_of_transformers(vision: Vision) -> None:
+    """Given the features of the policy's images, over rows with and without images."""
+    section = TeacherConfig(model_name=str(vision.path), precision="float32", device="cpu")
+    teacher = LocalTeacher(section, section="teacher", model_path=str(vision.path), temperature=1.0)
+    teachers = Teachers({"teacher": TeacherHandle(teacher, False, sees=True)}, {"math": "teacher"})
+    rows, batch, k = [BatchRow(Prompt("p", "math", ()), (), ("g", 0), 0)] * len(vision.rows), vision.batch(), 4
+
+    async def score_both() -> None:
+        await LogprobsStage(teachers)(batch, rows)
+        await TopKStage(teachers, k=k, vocab_size=10_000)(batch, rows)
+        await teacher.close()
+
+    asyncio.run(score_both())
+    for index, (row, sampled) in enumerate(zip(vision.rows, vision.num_sampled, strict=True)):
+        where = slice(len(row) - sampled, len(row))
+        with torch.no_grad():
+            expected = vision.distributions(vision.model, index)
+        tokens = torch.tensor(row[where])[:, None]
+        own = batch[keys.TEACHER_LOGPROBS][index, where]
+        torch.testing.assert_close(own, expected.gather(1, tokens)[:, 0], atol=TOLERANCE, rtol=0)
+        likeliest = expected.topk(k)
+        assert batch[keys.TEACHER_TOPK_IDS][index, where].tolist() == likeliest.indices.tolist()
+        found = batch[keys.TEACHER_TOPK_LOGPROBS][index, where]
+        torch.testing.assert_close(found, likeliest.values, atol=TOLERANCE, rtol=0)
+
+
 @torch.no_grad()
 def test_an_image_of_several_samples_is_towered_once_per_micro_batch(vision: Vision) -> None:
     module = make_module(vision, is_packed=False)
@@ -173,8 +212,10 @@ def test_a_frozen_tower_has_no_gradient_and_its_projector_has_one(vision: Vision
     freeze_vision(module.model)
     score(module, vision.batch()).sum().backward()
     trained = {name for name, parameter in module.model.named_parameters() if parameter.grad is not None}
-    projector = "merger" if vision.model.config.model_type == "qwen2_5_vl" else "connector"
-    assert any(projector in name for name in trained)
+    projector = "merger" if "qwen" in vision.model.config.model_type else "connector"
+    projectors = {name for name, _ in module.model.named_parameters() if projector in name}
+    assert projectors
+    assert projectors <= trained
     assert not any(("vision_model" in name or "visual" in name) and "merger" not in name for name in trained)
 
 

@@ -16,6 +16,7 @@ from nemo_rl.policy.hf_model import load_model
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import micro_batches
 from tests.fakes.vision import save_vision_model
+from tests.support.quick import quick
 from tests.unit.policy.test_vision import Vision, score
 
 TOLERANCE = 1e-5
@@ -23,7 +24,7 @@ SECTION = LoraAdapterConfig(enabled=True, dim=4, alpha=8)
 LAYERS = r".*\.(text_model|language_model)\..*(q|k|v|o|gate|up|down)_proj"
 
 
-@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=quick(["idefics3", "qwen2_5_vl", "qwen3_vl"], ["idefics3", "qwen2_5_vl"]))
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Vision, Path]:
     """Return a model, and a directory with an adapter that peft made, whose B is not 0."""
     path = tmp_path_factory.mktemp(request.param)
@@ -83,6 +84,6 @@ def test_a_saved_adapter_is_read_by_peft(adapted: tuple[Vision, Path], tmp_path:
 
 def test_layers_of_the_tower_cannot_be_named(adapted: tuple[Vision, Path]) -> None:
     vision, _ = adapted
-    in_tower = "qkv" if vision.model.config.model_type == "qwen2_5_vl" else "out_proj"
+    in_tower = "qkv" if "qwen" in vision.model.config.model_type else "out_proj"
     with pytest.raises(ConfigError, match="no linear layer of that name to adapt; known: q_proj, k_proj"):
         select_adapted_modules(vision.model, SECTION.model_copy(update={"target_modules": [in_tower]}))
