@@ -45,12 +45,14 @@ class SFTObjective:
 class DPOObjective:
     """The preference loss over pairs; satisfies `supervised_loop.Objective`."""
 
-    def __init__(self, section: DPOConfig) -> None:
+    def __init__(self, section: DPOConfig, images: ImageEncoder | None = None) -> None:
+        """`images` encodes those of prompts; None if the policy reads text."""
         self.loss_fn = PreferenceLoss(section)
+        self._images = images
 
     def make_batch(self, samples: Sequence[TokenizedExample]) -> TrainingBatch:
         """Return the pairs as a batch of twice as many rows."""
-        return make_pair_batch(samples)
+        return make_pair_batch(samples, self._images)
 
     async def add_logprobs(self, policy: Policy, batch: TrainingBatch) -> None:
         """Add the reference's log-probs."""

@@ -10,13 +10,14 @@ from nemo_rl.config.supervised_runs import PreferenceDataConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.conversations import Conversation, encode_conversation, make_prompt_encoder
 from nemo_rl.data.example_sets import ExampleSet, load_examples
-from nemo_rl.data.messages import parse_content
+from nemo_rl.data.images import ImageReader
+from nemo_rl.data.messages import check_image_count, parse_content
 from nemo_rl.data.processors import PLACEHOLDER, RowFormat, make_row_format
 from nemo_rl.data.row_sources import load_rows
 from nemo_rl.data.rows import Row, convert_rows
 from nemo_rl.data.supervised_samples import PairSample, SupervisedDataset
 from nemo_rl.errors import ConfigError, DataError
-from nemo_rl.types import Message, TextPart, ThinkingPart
+from nemo_rl.types import ImagePart, Message, TextPart, ThinkingPart
 
 logger = logging.getLogger(__name__)
 
@@ -119,12 +120,10 @@ def _read(row: Row, section: DatasetConfig, row_format: RowFormat) -> Preference
         return _read_helpsteer(row, row_format)
     chosen, rejected = row[section.chosen_key or "chosen"], row[section.rejected_key or "rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list):
-        messages = _messages(chosen)
-        if _messages(rejected)[:-1] != messages[:-1]:
+        better, worse = (_messages(side, row_format.images) for side in (chosen, rejected))
+        if worse[:-1] != better[:-1]:
             raise DataError("chosen and rejected must be the same conversation up to their last messages")
-        return Preference(
-            _complete(messages[:-1], row_format), _answer(messages[-1:]), _answer(_messages(rejected)[-1:])
-        )
+        return Preference(_complete(better[:-1], row_format), _answer(better[-1:]), _answer(worse[-1:]))
     prompt = row[section.input_key or ("messages" if "messages" in row else "prompt")]
     texts = (_text(chosen, section.chosen_key or "chosen"), _text(rejected, section.rejected_key or "rejected"))
     return Preference(_prompt(prompt, row_format), *texts)
@@ -153,7 +152,7 @@ def _read_helpsteer(row: Row, row_format: RowFormat) -> Preference | None:
 def _prompt(prompt: Any, row_format: RowFormat) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         return tuple(row_format.messages(prompt))
-    return _complete(_messages(prompt), row_format)
+    return _complete(_messages(prompt, row_format.images), row_format)
 
 
 def _complete(messages: tuple[Message, ...], row_format: RowFormat) -> tuple[Message, ...]:
@@ -173,23 +172,30 @@ def _answer(messages: Sequence[Message]) -> str:
     return messages[0].content
 
 
-def _messages(messages: Any) -> tuple[Message, ...]:
+def _messages(messages: Any, images: ImageReader | None = None) -> tuple[Message, ...]:
     if not (isinstance(messages, list) and messages and all(isinstance(message, Mapping) for message in messages)):
         raise DataError("messages must be a list of objects with role and content")
     for message in messages:
         if message.get("role") not in ROLES:
             raise DataError(f"a message's role is {message.get('role')!r}; known: {', '.join(ROLES)}")
-    return tuple(Message(each["role"], _content(each.get("content"), i)) for i, each in enumerate(messages))
+    if images is not None:
+        check_image_count((message.get("content") for message in messages), images.limits.max_count)
+    return tuple(_message(each, f"messages[{i}].content", images) for i, each in enumerate(messages))
 
 
-def _content(value: Any, index: int) -> str:
-    """Return the text of a message's content; raises DataError for thinking, images and other parts."""
+def _message(message: Mapping[str, Any], where: str, images: ImageReader | None) -> Message:
+    """Return a message of a text, or with `images` of texts and images; raises DataError for other parts."""
+    role, value = message["role"], message.get("content")
     if not isinstance(value, list):
-        return _text(value, "content")
-    parts = parse_content(value, f"messages[{index}].content")
+        return Message(role, _text(value, "content"))
+    parts = parse_content(value, where, images=images)
     if any(isinstance(part, ThinkingPart) for part in parts):
-        raise DataError(f"messages[{index}].content has a part of type 'thinking', which pairs cannot hold")
-    return "".join(part.text for part in parts if isinstance(part, TextPart))
+        raise DataError(f"{where} has a part of type 'thinking', which pairs cannot hold")
+    if any(isinstance(part, ImagePart) for part in parts):
+        if role not in ("user", "tool"):
+            raise DataError(f"{where}: an image in a message of role {role}; allowed: user and tool")
+        return Message(role, parts)
+    return Message(role, "".join(part.text for part in parts if isinstance(part, TextPart)))
 
 
 def _text(value: Any, key: str) -> str:

@@ -122,9 +122,12 @@ class SupervisedDataset:
     num_dropped: int = 0  # those that were dropped
 
 
-def make_pair_batch(samples: Sequence[TokenizedExample]) -> TrainingBatch:
-    """Return pairs as a right-padded batch: the chosen row of each and then the rejected one, a group for each pair."""
-    batch = make_supervised_batch(samples)
+def make_pair_batch(samples: Sequence[TokenizedExample], images: ImageEncoder | None = None) -> TrainingBatch:
+    """Return pairs as a right-padded batch: the chosen row of each and then the rejected one, a group for each pair.
+
+    `images` encodes those of the prompts; None if they have none.
+    """
+    batch = make_supervised_batch(samples, images)
     index = torch.arange(len(batch))
     return batch.update({keys.GROUP_ID: index // 2, keys.PREFERENCE: (1 - 2 * (index % 2)).float()})
 

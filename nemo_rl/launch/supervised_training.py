@@ -84,7 +84,8 @@ async def open_supervised(config: SupervisedRunConfig) -> AsyncIterator[Supervis
 
 def make_objective(config: SupervisedRunConfig, encoder: ChatEncoder) -> Objective:
     """Return what the algorithm of the configuration learns from its samples."""
-    return DPOObjective(config.dpo) if isinstance(config, DPORunConfig) else SFTObjective(encoder.images)
+    images = encoder.images
+    return DPOObjective(config.dpo, images) if isinstance(config, DPORunConfig) else SFTObjective(images)
 
 
 def _read_examples(config: SupervisedRunConfig) -> Callable[[ChatEncoder], list[SupervisedDataset]]:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,26 @@ from PIL import Image
 from nemo_rl import batch as keys
 from nemo_rl.config.data import DatasetConfig
 from nemo_rl.config.images import ImagesConfig
+from nemo_rl.config.supervised_runs import DPOConfig
 from nemo_rl.data.chat import ChatEncoder
 from nemo_rl.data.conversations import encode_conversations, read_conversations
 from nemo_rl.data.example_sets import ExampleSet
-from nemo_rl.data.supervised_samples import SampleImage, SampleLoader, SupervisedSample, make_supervised_batch
+from nemo_rl.data.preferences import encode_preferences, read_preferences
+from nemo_rl.data.supervised_samples import (
+    SampleImage,
+    SampleLoader,
+    SupervisedSample,
+    make_pair_batch,
+    make_supervised_batch,
+)
 from nemo_rl.data.vision import ImageEncoder
 from nemo_rl.errors import DataError
 from nemo_rl.loss_types import TokenScores
 from nemo_rl.losses.likelihood import NegativeLogLikelihood
+from nemo_rl.losses.preference import PreferenceLoss
 from nemo_rl.policy.hf_model import load_model
 from nemo_rl.policy.logprobs import CausalLogprobs
-from nemo_rl.policy.micro_batches import count_valid, micro_batches
+from nemo_rl.policy.micro_batches import count_valid, micro_batches, trim
 from nemo_rl.types import ImagePart
 from tests.fakes.vision import QWEN_MARK, picture, save_vision_model
 from tests.unit.policy.test_vision import score
@@ -115,6 +125,80 @@ def test_loss_and_gradients_are_those_of_transformers(vision: tuple[Path, Any], 
     for name, parameter in truth.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(own[name].grad, parameter.grad, atol=TOLERANCE, rtol=0, msg=name)
+
+
+BETA = 0.3
+PAIRS = [  # prompt, its text as rendered, its pictures, chosen, rejected
+    ([shown(SCREENS[0]), {"type": "text", "text": "and"}, shown(SCREENS[1])], "IMAGEandIMAGE", SCREENS[:2], "two", "a"),
+    ("no image", "no image", (), "none", "some"),
+    ([{"type": "text", "text": "is "}, shown(SCREENS[2])], "is IMAGE", SCREENS[2:], "yes", "never"),
+]
+
+
+def pair_inputs(processor: Any, text: str, pictures: Any, answer: str) -> tuple[Mapping[str, torch.Tensor], int]:
+    """Return what the processor of transformers makes of one side of a pair, and the number of the answer's tokens."""
+    mark = "<image>" if processor.image_token == "<image>" else QWEN_MARK
+    opened = [Image.open(io.BytesIO(each.file)).convert("RGB") for each in pictures] or None
+    whole = f"user:{text}<|end|>assistant:{answer}<|end|>".replace("IMAGE", mark)
+    return processor(text=[whole], images=opened, return_tensors="pt"), len(answer) + 1
+
+
+def answer_logprob(model: Any, inputs: Mapping[str, torch.Tensor], num_answer: int) -> torch.Tensor:
+    logits = model(**inputs, use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None])[-num_answer:].sum()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_preferences_over_pictures_have_the_loss_and_gradients_of_transformers(
+    vision: tuple[Path, Any], is_packed: bool
+) -> None:
+    """DPO against a reference with other weights; both sides of a pair share the features of its pictures."""
+    path, processor = vision
+    rows = [
+        {"prompt": [{"role": "user", "content": prompt}], "chosen": chosen, "rejected": rejected}
+        for prompt, _, _, chosen, rejected in PAIRS
+    ]
+    images = ImageEncoder.load(str(path))
+    encoder = ChatEncoder(images._processor.tokenizer, images=images)
+    pairs = ExampleSet("train", read_preferences(rows, SECTION, key="data.train"))
+    batch = make_pair_batch(encode_preferences(encoder, pairs, max_tokens=512).samples, images)
+    assert [each.digest for each in batch[keys.IMAGES].images] == [each.digest for each in SCREENS]
+    packing_key = "policy.sequence_packing.enabled" if is_packed else None
+    own, reference = (
+        CausalLogprobs(load_model(str(path), {}), temperature=1.0, chunk_size=4, packing_key=packing_key)
+        for _ in range(2)
+    )
+    truth = load_model(str(path), {}).eval()
+    with torch.no_grad():
+        for module in (own.model, truth):
+            module.get_output_embeddings().weight.mul_(1.1)
+        batch[keys.REFERENCE_LOGPROBS] = score(reference, batch)
+    normalizer, total, loss_fn = (
+        count_valid(batch, torch.arange(len(batch))),
+        0.0,
+        PreferenceLoss(DPOConfig(reference_policy_kl_penalty=BETA)),
+    )
+    for start in range(0, len(batch), 2):  # a pair is never cut
+        part = trim(batch[start : start + 2])
+        loss, _ = loss_fn(TokenScores(score(own, part)), part, normalizer)
+        loss.backward()
+        total += float(loss.detach())
+
+    frozen, margins = load_model(str(path), {}).eval(), []
+    for _, text, pictures, *answers in PAIRS:
+        sides = [pair_inputs(processor, text, pictures, answer) for answer in answers]
+        with torch.no_grad():
+            before = [answer_logprob(frozen, *side) for side in sides]
+        rewards = [answer_logprob(truth, *side) - old for side, old in zip(sides, before, strict=True)]
+        margins.append(rewards[0] - rewards[1])
+    expected = -torch.nn.functional.logsigmoid(BETA * torch.stack(margins)).mean()
+    expected.backward()
+    assert abs(float(expected.detach()) - math.log(2)) > 1e-2
+    assert total == pytest.approx(float(expected.detach()), abs=TOLERANCE)
+    found = dict(own.model.named_parameters())
+    for name, parameter in truth.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name].grad, parameter.grad, atol=TOLERANCE, rtol=0, msg=name)
 
 
 def test_images_in_results_of_tools_are_placed(vision: tuple[Path, Any]) -> None:

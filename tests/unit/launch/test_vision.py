@@ -92,7 +92,10 @@ def test_images_may_be_sampled_beside_training() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ((*OPD, "++teacher={model_name: m, server: {base_urls: ['http://localhost:1'], model: m}}"), "served teachers read text"),
+        (
+            (*OPD, "++teacher={model_name: m, server: {base_urls: ['http://localhost:1'], model: m}}"),
+            "served teachers read text",
+        ),
         (("++data.train.images.directories=[/nowhere]",), "no such directory"),
     ],
 )
