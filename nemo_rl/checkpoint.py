@@ -64,19 +64,15 @@ class TrainingInfo:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint."""
-
     path: Path
     info: TrainingInfo
 
     @property
     def step(self) -> int:
-        """Return the number of steps trained."""
         return self.info.step
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of its files."""
         return sum(path.stat().st_size for path in _files(self.path).values())
 
 

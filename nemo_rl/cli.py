@@ -94,7 +94,6 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> ExitCode:
-    """Run one command and return its exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(format_usage())
         return ExitCode.DONE if arguments else ExitCode.BAD_INPUT

@@ -27,7 +27,6 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130, "stopped by Ctrl-C, SIGTERM or SIGHUP; finished work is stored"
 
     def __new__(cls, code: int, meaning: str) -> "ExitCode":
-        """Return the member of this code."""
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning

@@ -149,7 +149,6 @@ def contains_key(given: Iterable[str], expected: str) -> bool:
 
 
 def make_token() -> str:
-    """Return a random token."""
     return secrets.token_urlsafe(32)
 
 

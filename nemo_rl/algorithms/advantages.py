@@ -85,7 +85,6 @@ class GroupRelativeAdvantages(RewardAdvantages):
         self._batch_std = batch_std
 
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
-        """Return each reward relative to its group."""
         return self.compare(trajectories.first(keys.REWARD), trajectories.group)
 
     def compare(self, rewards: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
@@ -128,7 +127,6 @@ class DecoupledAdvantages(GroupRelativeAdvantages):
         return super().required_keys - {keys.REWARD} | {keys.REWARD_COMPONENTS}
 
     def rewards_of(self, batch: TrainingBatch) -> dict[str, torch.Tensor]:
-        """Return the named rewards."""
         return {str(name): reward for name, reward in batch[keys.REWARD_COMPONENTS].items()}
 
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
@@ -175,7 +173,6 @@ class LengthWeightedAdvantages(RewardAdvantages):
 
     @property
     def required_keys(self) -> frozenset[str]:
-        """Return also the number of tokens of each trajectory."""
         return super().required_keys | {keys.TRAJECTORY_TOKENS}
 
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
@@ -199,7 +196,6 @@ class GreedyBaselineAdvantages(RewardAdvantages):
         return super().required_keys | {keys.BASELINE_REWARD}
 
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
-        """Return each reward less the greedy one."""
         return trajectories.first(keys.REWARD) - trajectories.first(keys.BASELINE_REWARD)
 
 
@@ -213,7 +209,6 @@ class WhitenedAdvantages(RewardAdvantages):
 
     @property
     def required_keys(self) -> frozenset[str]:
-        """Return also the samples' mask, which the whitening reads."""
         return super().required_keys | {keys.SAMPLE_MASK}
 
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:

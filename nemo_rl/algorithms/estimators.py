@@ -147,7 +147,6 @@ class ReMaxEstimatorConfig(GroupEstimatorConfig):
 
     @property
     def needs_greedy_baseline(self) -> bool:
-        """Return True."""
         return True
 
 
@@ -175,7 +174,6 @@ class GDPOEstimatorConfig(GroupEstimatorConfig):
 
     @property
     def reads_named_rewards(self) -> bool:
-        """Return True."""
         return True
 
 
@@ -290,7 +288,6 @@ class CustomEstimatorConfig(AdvantageEstimatorConfig):
 
     @property
     def needs_greedy_baseline(self) -> bool:
-        """Return whether the estimator reads the greedy rollouts' rewards."""
         return keys.BASELINE_REWARD in self._required_keys
 
     @property

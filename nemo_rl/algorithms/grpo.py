@@ -47,7 +47,6 @@ class GRPO:
     penalties: Penalties | None = None  # penalties of faulty replies
 
     async def make_batch(self, collected: CollectedGroups, timer: StepTimer) -> StepBatch:
-        """Return the batch with advantages."""
         with timer("reward_calculation"):
             rewards = compute_train_rewards(self.config, self.penalties, collected)
         with timer("data_processing"):

@@ -80,7 +80,6 @@ class Interrupt:
 
     @property
     def requested(self) -> bool:
-        """Return whether a stop was requested."""
         return self._event.is_set()
 
     def request(self) -> None:

@@ -29,8 +29,6 @@ class TokenPair:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one optimizer step."""
-
     step: int
     metrics: dict[str, float]
     seconds: float

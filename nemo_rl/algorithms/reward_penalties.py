@@ -17,8 +17,6 @@ Decode = Callable[[Sequence[int]], str]  # token ids -> text with special tokens
 
 @dataclass(frozen=True, slots=True)
 class ReplyFaults:
-    """The faults of one reply."""
-
     duplicated_reasoning: bool = False
     empty_answer: bool = False  # a fault of a last reply only
     unwanted_token: bool = False
@@ -66,7 +64,6 @@ class StepFaults:
 
     @property
     def zero_reward_rollouts(self) -> frozenset[TrajectoryKey]:
-        """Return the rollouts that lose their reward."""
         names = self.penalties.names if self.penalties else ()
         return frozenset[TrajectoryKey]().union(*(self.penalised(name) for name in names))
 

@@ -85,7 +85,6 @@ class DetailsObserver(StepObserver):
         self._details.mark(self._training.position.step + 1, made.batch)
 
     async def after_training(self, made: StepBatch, timer: StepTimer) -> None:
-        """Record the chosen rows."""
         with timer("rollout_details"):
             await self._details.record(self._training.position.step, made.batch, made.rows, self._policy)
 
@@ -104,7 +103,6 @@ class CheckpointObserver(StepObserver):
                 await self._training.checkpoint_writer.finish_if_written()
 
     async def after_training(self, made: StepBatch, timer: StepTimer) -> None:
-        """Complete a pending checkpoint."""
         if self._training.checkpoint_writer.has_pending:
             with timer("checkpointing"):
                 await self._training.checkpoint_writer.finish()

@@ -29,8 +29,6 @@ class TeacherHandle:
 
 @dataclass(frozen=True, slots=True)
 class Teachers:
-    """All teachers of a run."""
-
     by_key: Mapping[str, TeacherHandle]  # keys: section names, "teacher" or "teachers.math"
     key_by_task: Mapping[str, str]  # the key of each task's teacher
 

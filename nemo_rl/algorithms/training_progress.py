@@ -21,8 +21,6 @@ class RunningValidation:
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """Training progress of a run."""
-
     position: Position  # always the steps that the policy holds, so that a checkpoint is consistent at any await
     checkpoint_writer: CheckpointWriter
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last step trained by this process

@@ -67,7 +67,6 @@ class ValidationObserver(StepObserver):
             await self._validate(StepTimer())
 
     async def at_exit(self) -> None:
-        """Discard the running validation."""
         await self._discard()
 
     def _is_due(self) -> bool:

@@ -99,7 +99,6 @@ def find_gaps(shard_set: ShardSet) -> Sequence[Gap]:
 
 
 def _shared_identity(identity: ShardIdentity) -> dict[str, Any]:
-    """Return the values that all shards of a collection share."""
     values = identity.to_dict()
     return {name: values[name] for name in ("format", "num_tasks", "num_repeats", "run")}
 

@@ -28,8 +28,6 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class TaskMetrics:
-    """Metrics of each task."""
-
     num_rollouts: npt.NDArray[np.int64]  # [T], those with a reward
     reward: Statistics
     tokens: Statistics

@@ -56,7 +56,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self
 
     def get_dict(self) -> dict[str, Any]:
-        """Return the columns by name."""
         return dict(self.data)
 
     @classmethod

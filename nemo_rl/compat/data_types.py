@@ -16,8 +16,6 @@ PathLike = str | Path
 
 
 class DatumSpec(TypedDict):
-    """One prompt."""
-
     message_log: LLMMessageLogType
     length: int  # tokens
     extra_env_info: dict[str, Any] | None

@@ -128,13 +128,11 @@ class Timer:
 
     @contextmanager
     def time(self, label: str) -> Iterator[None]:
-        """Measure a block."""
         start = time.perf_counter()
         yield
         self.record(label, time.perf_counter() - start)
 
     def record(self, label: str, elapsed: float) -> None:
-        """Add measured seconds."""
         self._seconds[label] = self._seconds.get(label, 0.0) + elapsed
 
     def get_timing_metrics(self, reduction_op: str = "sum") -> dict[str, float]:

@@ -82,7 +82,6 @@ class Report:
 
 @cache
 def load_table(name: str) -> Any:
-    """Return one of the tables, `<name>.yaml`."""
     text = pathlib.Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, Loader=SAFE_LOADER)
 

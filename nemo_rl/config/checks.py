@@ -56,7 +56,6 @@ def check_batching(policy: PolicyConfig) -> None:
 
 
 def check_teacher_batching(config: TrainingRunConfig) -> None:
-    """Check the micro-batches of each teacher."""
     for key, teacher in config.teacher_sections.items():
         check_backend(teacher, key=key)
         _check_section(key, teacher, config.policy.max_total_sequence_length)
@@ -575,7 +574,6 @@ def _check_data_length(config: SupervisedRunConfig | RewardModelRunConfig) -> No
 
 
 def _check_supervised_metric(config: SupervisedRunConfig) -> None:
-    """Check the metric that ranks checkpoints."""
     metric = _ranking_metric(config, config.algorithm, config.algorithm_key, frozenset(), "loss")
     if metric is not None and metric.name.rpartition("/")[2].endswith("loss") and config.checkpointing.higher_is_better:
         raise ConfigError("checkpointing.higher_is_better", True, f"{metric.text} is better when it is lower: false")

@@ -151,7 +151,6 @@ def load_eval_config(path: Path, overrides: Sequence[str] = (), *, allow_unsuppo
 
 
 def resolved_yaml(config: Section) -> str:
-    """Return `resolved_values` as YAML."""
     from omegaconf import OmegaConf  # here: a configuration that is refused needs none
 
     return OmegaConf.to_yaml(OmegaConf.create(resolved_values(config)))

@@ -40,7 +40,6 @@ class RewardPenaltiesConfig(Section):
 
     @property
     def enabled(self) -> tuple[str, ...]:
-        """The keys that are on."""
         return tuple(name for name in type(self).model_fields if name.startswith("penalize_") and getattr(self, name))
 
 
@@ -218,7 +217,6 @@ class RolloutRunConfig(Section):
 
     @property
     def generation_timeout_s(self) -> float:
-        """Return the deadline of one generation request."""
         return self.policy.generation.timeout_s
 
     @property
@@ -282,7 +280,6 @@ class TrainingRunConfig(RolloutRunConfig):
 
     @property
     def teacher_sections(self) -> dict[str, TeacherConfig]:
-        """Return every teacher by the key of its section."""
         default = {} if self.teacher is None else {TEACHER: self.teacher}
         return default | {f"{TEACHERS}.{task}": section for task, section in self.teachers.items()}
 

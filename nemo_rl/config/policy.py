@@ -81,7 +81,6 @@ class RouterReplayConfig(Section):
 
     @property
     def records(self) -> bool:
-        """Return whether engines record routes."""
         return self.enabled and self.mode != "R2"
 
     @property
@@ -196,7 +195,6 @@ class ParallelModelConfig(Section):
 
     @property
     def backend_key(self) -> str:
-        """Return the key of the section of the chosen backend."""
         if self.backend != AUTO:
             return BACKEND_SECTIONS.get(self.backend, OWN_BACKEND_SECTION)
         keys = list(BACKEND_SECTIONS.values())
@@ -204,7 +202,6 @@ class ParallelModelConfig(Section):
 
     @property
     def parallelism(self) -> BackendConfig:
-        """Return the section of the chosen backend."""
         if self.backend_key != OWN_BACKEND_SECTION:
             return getattr(self, self.backend_key)
         return self.BACKENDS.read({**self.backend_cfg, self.BACKENDS.name_key: self.backend})
@@ -319,7 +316,6 @@ class GenerationConfig(SamplingConfig):
 
     @property
     def gpus_per_engine(self) -> int:
-        """Return the number of GPUs of one engine."""
         return 1
 
     @property
@@ -353,7 +349,6 @@ class GenerationConfig(SamplingConfig):
         return self.runs_in_driver
 
     def dtype(self, policy_precision: str) -> str:
-        """Return the precision that the engine computes in."""
         return policy_precision
 
     @classmethod
@@ -414,7 +409,6 @@ class SampledModelConfig(ModelConfig):
 
     @property
     def max_response_length(self) -> int:
-        """Return the maximum number of tokens of one response."""
         return self.generation.max_new_tokens or self.max_total_sequence_length
 
 
@@ -455,7 +449,6 @@ class RolloutPolicyConfig(PolicyConfig, SampledModelConfig):
 
     @property
     def engine_dtype(self) -> str:
-        """Return the precision in which the engines compute."""
         return self.generation.dtype(self.precision)
 
 

@@ -64,7 +64,6 @@ class SupervisedRunConfig(Section):
 
     @property
     def algorithm(self) -> SupervisedConfig:
-        """Return the algorithm's section."""
         return getattr(self, self.algorithm_key)
 
     @property

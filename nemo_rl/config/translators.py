@@ -35,9 +35,7 @@ class RecipeTranslator(Protocol):
         """Copy moved keys of one layer to where they are read, in place."""
         ...
 
-    def translate_resolved(self, config: dict[str, Any], family: Family, *, allow_unsupported: bool) -> Translation:
-        """Rewrite a resolved recipe, in place."""
-        ...
+    def translate_resolved(self, config: dict[str, Any], family: Family, *, allow_unsupported: bool) -> Translation: ...
 
 
 class RecipeWriter(Protocol):
@@ -58,5 +56,4 @@ class RecipeWriter(Protocol):
 
 @cache
 def recipe_translators() -> tuple[RecipeTranslator, ...]:
-    """Return the installed translators."""
     return tuple(load_optional(RECIPE_TRANSLATORS))

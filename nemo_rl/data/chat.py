@@ -155,7 +155,6 @@ class ChatEncoder:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of tokens of the tokenizer."""
         return len(self._tokenizer)
 
     @cached_property

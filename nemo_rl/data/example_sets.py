@@ -17,9 +17,7 @@ class Example(Protocol):
     """A sample of supervised training: a `Conversation`, or a `Preference` (preferences.py)."""
 
     @property
-    def prompt_messages(self) -> tuple[Message, ...]:
-        """Return the messages before the answer."""
-        ...
+    def prompt_messages(self) -> tuple[Message, ...]: ...
 
 
 ExampleT = TypeVar("ExampleT", bound=Example)

@@ -134,7 +134,6 @@ class PromptLoader:
         return LoadedPrompt(self._prompts[index], epoch, prompt_index)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data."""
         return {"consumed": self._next, "put_back": list(self._put_back), "data": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -74,7 +74,6 @@ class PromptScreen:
     counts: Counter[str] = field(default_factory=Counter)  # since the last `take_metrics`
 
     def judge(self, prompt: Prompt) -> Verdict:
-        """Return the verdict on a prompt."""
         if self.held_out and messages_key(prompt) in self.held_out:
             self.counts[HELD_OUT] += 1
             return Verdict.DROP
@@ -95,7 +94,6 @@ class PromptScreen:
         return not is_held_out and (self.limit is None or self.limit.fits(prompt))
 
     def reject(self, problem: str) -> Verdict:
-        """Count and log a prompt that cannot be used."""
         self.counts[UNUSABLE] += 1
         logger.warning("dropped a training prompt that cannot be used: %s", problem)
         return Verdict.DROP

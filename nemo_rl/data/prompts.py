@@ -105,7 +105,6 @@ class Blend(Sequence[Prompt]):
         return chosen
 
     def _part_offsets(self) -> list[int]:
-        """Return the position at which each part begins."""
         return list(accumulate((len(part) for part in self.parts[:-1]), initial=0))
 
 
@@ -142,7 +141,6 @@ class LazyPrompts:
         return len(self._rows)
 
     def at(self, index: int) -> Prompt:
-        """Return one prompt."""
         return self._build_prompt(index, self._rows.row(index))
 
     def read(self, indices: Sequence[int]) -> Iterator[Prompt]:
@@ -150,7 +148,6 @@ class LazyPrompts:
         return (prompt for prompt, _ in self.read_rows(indices))
 
     def read_rows(self, indices: Sequence[int]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
-        """Yield the prompts at `indices`, each with its row."""
         for index, row in zip(indices, self._rows.rows(indices), strict=True):
             yield self._build_prompt(index, row), row
 
@@ -180,11 +177,9 @@ class InMemoryPrompts:
         return len(self.prompts)
 
     def at(self, index: int) -> Prompt:
-        """Return one prompt."""
         return self.prompts[index]
 
     def read(self, indices: Sequence[int]) -> Iterator[Prompt]:
-        """Yield the prompts at `indices`."""
         return (self.prompts[index] for index in indices)
 
     def select(self, indices: Sequence[int]) -> "InMemoryPrompts":

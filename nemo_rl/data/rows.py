@@ -84,7 +84,6 @@ class FileState:
 
     @classmethod
     def of(cls, file: BinaryIO) -> "FileState":
-        """Return the state of an open file."""
         status = os.fstat(file.fileno())
         return cls(status.st_size, status.st_mtime_ns)
 
@@ -118,7 +117,6 @@ class RowFile:
         return len(self._offsets)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Read one row."""
         with self._open() as file:
             return self._read(file, index)
 
@@ -177,7 +175,6 @@ class InMemoryRows:
         return len(self._rows)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return one row."""
         return dict(self._rows[index])
 
     def rows(self, indices: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -185,7 +182,6 @@ class InMemoryRows:
         return (self.row(index) for index in (range(len(self)) if indices is None else indices))
 
     def location(self, index: int) -> str:
-        """Return the location of a row, for errors."""
         return f"{self._source}: row {index}"
 
 
@@ -201,7 +197,6 @@ class SelectedRows:
         return len(self._indices)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Read one row."""
         return self._rows.row(self._indices[index])
 
     def rows(self, indices: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -210,7 +205,6 @@ class SelectedRows:
         return self._rows.rows(chosen)
 
     def location(self, index: int) -> str:
-        """Return the location of a row, for errors."""
         return self._rows.location(self._indices[index])
 
 

@@ -27,7 +27,6 @@ class SampleImage:
     positions: tuple[int, ...]
 
     def encoded(self, images: ImageEncoder) -> PlacedImage:
-        """Return the image with its features."""
         return PlacedImage(images.encode(self.image).features, self.positions)
 
 
@@ -47,7 +46,6 @@ class SupervisedSample:
 
     @property
     def rows(self) -> "tuple[SupervisedSample, ...]":
-        """Return the token sequences of the sample."""
         return (self,)
 
     def with_last_answer(self) -> "SupervisedSample":
@@ -99,7 +97,6 @@ class PairSample:
 
     @property
     def rows(self) -> tuple[SupervisedSample, ...]:
-        """Return the token sequences of the sample."""
         return self.chosen, self.rejected
 
 
@@ -107,9 +104,7 @@ class TokenizedExample(Protocol):
     """One example as tokens."""
 
     @property
-    def rows(self) -> tuple[SupervisedSample, ...]:
-        """Return the token sequences of the sample."""
-        ...
+    def rows(self) -> tuple[SupervisedSample, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +181,6 @@ class SampleLoader:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data."""
         epoch = self._consumed // len(self._samples)
         return {"consumed_prompts": self._consumed, "epoch": epoch, "data": self._fingerprint}
 

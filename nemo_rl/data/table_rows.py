@@ -75,7 +75,6 @@ class TableRows:
         return len(self._numbers)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Read one row."""
         return self._table.stored_row(self._numbers[index])
 
     def rows(self, indices: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -83,5 +82,4 @@ class TableRows:
         return (self.row(index) for index in (range(len(self)) if indices is None else indices))
 
     def location(self, index: int) -> str:
-        """Return the location of a row, for errors."""
         return f"{self._table.source}: row {self._numbers[index]}"

@@ -74,7 +74,6 @@ class LoadBalancer(Generic[MemberT]):
 
     @contextlib.contextmanager
     def lease(self, *, work: int = 1, avoid: Collection[MemberT] = ()) -> Iterator[MemberT]:
-        """Acquire a member for the block."""
         member = self.acquire(work=work, avoid=avoid)
         try:
             yield member

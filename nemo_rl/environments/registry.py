@@ -291,8 +291,6 @@ async def _close_actor(actor: "ActorHandle") -> None:
 
 
 class _EnvironmentActor:
-    """The environment inside an actor."""
-
     def __init__(self, name: str, section: EnvironmentConfig) -> None:
         self._environment = make_environment_here(name, section)
 

@@ -77,7 +77,6 @@ class Isolation:
 
     @property
     def gaps(self) -> tuple[str, ...]:
-        """Return the gaps of the sandbox."""
         shut = self.view or self.bubblewrap is not None
         gaps = []
         if not shut:

@@ -38,9 +38,7 @@ class SessionProvider(Protocol):
         """Store rewards by name for the chains through each completion id; raises RequestError for an unknown id."""
         ...
 
-    async def finish(self, handle: "SessionHandle") -> "FinishedSession":
-        """Close the session and return its record."""
-        ...
+    async def finish(self, handle: "SessionHandle") -> "FinishedSession": ...
 
     async def abandon(self, handle: "SessionHandle") -> None:
         """Close the session and forget what it holds; nothing if it has ended already."""

@@ -61,8 +61,6 @@ async def run_nemo_gym_rollouts(
 
 
 class _GymRollout:
-    """One rollout."""
-
     def __init__(self, job: RolloutJob, runtime: GymRuntime, options: RolloutOptions, watchdog: StallWatchdog) -> None:
         self._job = job
         self._runtime = runtime

@@ -106,7 +106,6 @@ class Recording:
         )
 
     def selected(self, selection: TrajectorySelection) -> tuple[Chain, ...]:
-        """Return the chains that are trained on."""
         longest = self.longest
         return self.chains if selection == "all" or longest is None else (longest,)
 

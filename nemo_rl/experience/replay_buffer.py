@@ -23,8 +23,6 @@ class WaitReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BufferedGroup:
-    """A complete group."""
-
     prompt_index: int  # index of its prompt in the training order
     weight_version: int  # the oldest that it was sampled under
     group: TrajectoryGroup
@@ -76,7 +74,6 @@ class ReplayBuffer:
 
     @property
     def complete(self) -> tuple[BufferedGroup, ...]:
-        """Return the complete groups in the training order."""
         return tuple(self._complete[prompt_index] for prompt_index in sorted(self._complete))
 
     def is_running(self, prompt_index: int) -> bool:

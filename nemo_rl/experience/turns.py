@@ -46,8 +46,6 @@ OVERLONG_PROMPT = "overlong_prompt"  # a response fault
 
 @dataclass(frozen=True, slots=True)
 class RolloutJob:
-    """One rollout to be run."""
-
     prompt: Prompt
     group_id: str
     generation_index: int  # its place in the group
@@ -341,7 +339,6 @@ def _sum_of(rewards: Mapping[str, float], own: Mapping[str, float]) -> dict[str,
 
 
 def truncated_failure(task: str) -> Failure:
-    """Return the failure of a rollout that is cut off before any reward."""
     cause = f"cut off by a limit before any reward, and env.{task}.truncated_reward is null"
     return Failure(FailureClass.TRUNCATED, cause)
 

@@ -53,8 +53,6 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True)
 class CallAnswer:
-    """A completed call."""
-
     completion_id: str
     model: str
     prompt_token_ids: tuple[int, ...]

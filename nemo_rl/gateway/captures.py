@@ -35,8 +35,6 @@ class CapturedCalls:
 
 @dataclass(slots=True)
 class _Capture:
-    """The records of one rollout."""
-
     serial: int
     last_used_at: float = 0.0
     records: dict[str, bytes] = field(default_factory=dict)  # by call

@@ -60,7 +60,6 @@ class CompletionRules:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all models."""
         return (self.model_name, *self.aliases, *self.others)
 
 

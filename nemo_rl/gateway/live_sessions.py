@@ -131,7 +131,6 @@ class SessionRegistry:
         return expired
 
     def close_all(self) -> None:
-        """Close all sessions."""
         for session_id in tuple(self._live):
             self.close(session_id)
 

@@ -8,8 +8,6 @@ ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # other 4x
 
 
 class RequestError(Exception):
-    """An error response to one request."""
-
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
@@ -74,5 +72,4 @@ def make_unsupported_error(param: str, message: str) -> RequestError:
 
 
 def make_missing_error(param: str) -> RequestError:
-    """Return the error for a missing field."""
     return RequestError(400, f"{param}: Field required", param=param)

@@ -230,7 +230,6 @@ def _add_own_columns(
 
 
 def build_chain(node: Node) -> Chain:
-    """Return the chain that ends at a node."""
     path = node.path()
     versions = [version for each in path for version in each.weight_versions]
     rewards = {name: reward for each in path for name, reward in each.rewards.items()}
@@ -390,7 +389,6 @@ def find_echoed(nodes: Sequence[Node], echo: Echo, known: Sequence[Message]) -> 
 
 
 def history_digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """Return the digests of the histories of 0, 1, ... messages."""
     digests = [tools_digest(tools)]
     for message in messages:
         digests.append(history_digest(digests[-1], message))

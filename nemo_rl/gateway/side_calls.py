@@ -17,8 +17,6 @@ def make_side_call_test(rules: Sequence[SideCallRule]) -> SideCallTest | None:
 
 
 def _make_test(rule: SideCallRule) -> SideCallTest:
-    """Return whether all conditions of a rule hold."""
-
     def matches(request: CallRequest) -> bool:
         system = "\n".join(message.content for message in request.messages if message.role == "system")
         last = request.messages[-1] if request.messages else Message("user", "")

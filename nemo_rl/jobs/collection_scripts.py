@@ -284,7 +284,6 @@ def _quote(word: str) -> str:
 
 
 def shell_source(name: str) -> str:
-    """Return a file of jobs/shell/."""
     return (files("nemo_rl.jobs") / "shell" / f"{name}.sh").read_text()
 
 

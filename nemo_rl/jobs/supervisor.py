@@ -163,7 +163,6 @@ class Launcher:
         return None if self._process is None else self._process.pid
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Start a command and return its process id."""
         if self._process is None:
             self._answers, theirs = os.pipe()
             words = [sys.executable, "-m", "nemo_rl.jobs.preload", str(theirs)]

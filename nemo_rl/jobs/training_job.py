@@ -49,13 +49,11 @@ class TrainingJob:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the supervised command that the job runs."""
         program = self.slurm.program or [self.python, "-m", "nemo_rl"]
         own = ("run", "--restarts", str(self.slurm.restarts), "--directory", str(self.directory))
         return (*program, *own, "--", self.verb, "--config", str(self.config_path))
 
     def script(self) -> str:
-        """Return the batch script."""
         words = [f"#SBATCH {shlex.quote(word)}" for word in self._directives()]
         setup = f"set +u\n{self.slurm.setup}\nset -u" if self.slurm.setup.strip() else ""
         values = [f"requeue={int(self.slurm.requeue)}", f"command=({shlex.join(self.command)})"]

@@ -124,7 +124,6 @@ class RunMemory:
         return max(BUCKET_BYTES, 2 * self.policy.compute_bytes * self.policy.shape.head_parameters)
 
     def devices(self) -> dict[str, list[Moment]]:
-        """Return the moments of each kind of device."""
         context = {"context": CONTEXT_BYTES}
         if self.engine is None or not self.shares_device:
             found = {"policy": self._policy_moments(context)}
@@ -286,8 +285,6 @@ def _cures(memory: RunMemory) -> list[list[Cure]]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The text of a plan."""
-
     title: str
     lines: Sequence[str] = ()
     problems: Sequence[str] = ()  # parts that do not fit, then the nearest cure

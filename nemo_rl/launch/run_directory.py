@@ -29,8 +29,6 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The directory of a run."""
-
     path: Path
     is_resumed: bool = False  # the run continues in its own directory
 

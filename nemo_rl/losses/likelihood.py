@@ -18,7 +18,6 @@ class NegativeLogLikelihood:
 
     @property
     def required_keys(self) -> frozenset[str]:
-        """Return the masks."""
         return frozenset({keys.TOKEN_MASK, keys.SAMPLE_MASK})
 
     @property

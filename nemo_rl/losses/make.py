@@ -35,7 +35,6 @@ class LossContext:
 
 
 def make_loss(section: LossConfig, context: LossContext | None = None) -> "LossFn":
-    """Return the loss of a section."""
     return LOSSES.entry(section.type, key="loss_fn.type").make(section, context or LossContext())
 
 

@@ -197,7 +197,6 @@ class Progress:
             logger.info("step %d: %d%s rollouts", self._step + 1, self._rollouts, total)
 
     def step(self, step: int, *, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """Report a training step."""
         self._advance(step)
         head, tail = f"step {self._position()}", f"{format_seconds(seconds)}, {self._rate(metrics)}"
         shown = format_metrics(_step_metrics(metrics), room=ROOM - len(head) - len(tail) - 2 * len(" | "))
@@ -382,7 +381,6 @@ class CollectionProgress:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since the start."""
         return self._clock() - self._started_at
 
     def start(self) -> None:

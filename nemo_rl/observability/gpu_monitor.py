@@ -36,7 +36,6 @@ class GpuMonitor:
         return {name: statistics.fmean(values) for name, values in samples.items()}
 
     def close(self) -> None:
-        """Stop sampling."""
         self._closed.set()
         self._thread.join(TIMEOUT_S)
 

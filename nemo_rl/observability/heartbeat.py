@@ -33,7 +33,6 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
         self._write()
         self._thread.start()
 

@@ -101,13 +101,11 @@ class CompositeLogger:
         self._failed: set[str] = set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log metrics of one step."""
         if self._monitor is not None and "train/loss" in metrics:
             metrics = {**metrics, **self._monitor.take()}
         self._call_each(lambda each: each.log_metrics(metrics, step))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        """Log a table of one step."""
         self._call_each(lambda each: each.log_table(name, columns, rows, step))
 
     def resume_after(self, step: int) -> None:
@@ -117,7 +115,6 @@ class CompositeLogger:
         self._call_each(lambda each: isinstance(each, ResumableLogger) and each.resume_after(step))
 
     def close(self) -> None:
-        """Close every logger."""
         if self._monitor is not None:
             self._monitor.close()
         self._call_each(lambda each: each.close())
@@ -178,7 +175,6 @@ class JsonlLogger:
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8", errors="backslashreplace")
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 
@@ -198,7 +194,6 @@ class TensorboardLogger:
         self._writer = self._open_writer(purge_step=step + 1)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -211,14 +206,12 @@ class TensorboardLogger:
         self._writer.flush()
 
     def log_histogram(self, name: str, values: Sequence[float], step: int) -> None:
-        """Write the distribution."""
         import numpy as np  # the writer has loaded it
 
         self._writer.add_histogram(name, np.asarray(values), step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the writer."""
         self._writer.close()
 
 
@@ -254,20 +247,16 @@ class WandbLogger:
         logger.info("W&B: %s", where if is_offline else self._run.url)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log metrics over the step metrics of their charts."""
         self._run.log({**_step_metrics(metrics, step), **metrics})
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        """Log a W&B table."""
         table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)
         self._run.log({**_step_metrics([name], step), name: table})
 
     def log_histogram(self, name: str, values: Sequence[float], step: int) -> None:
-        """Log a W&B histogram."""
         self._run.log({**_step_metrics([name], step), name: self._wandb.Histogram(list(values))})
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()
 
 
@@ -316,7 +305,6 @@ def _to_json_cell(value: object) -> object:
 
 
 def _to_markdown_cell(value: object) -> str:
-    """Return text that stays inside its Markdown cell."""
     text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
     return text.replace("\n", "<br>")
 

@@ -12,7 +12,6 @@ class LostRecords:
         self._counts: Counter[str] = Counter()
 
     def add(self, file: object, count: int = 1) -> None:
-        """Count records that a file lacks."""
         self._counts[str(file)] += count
 
     def __str__(self) -> str:
@@ -20,6 +19,5 @@ class LostRecords:
         return ", ".join(f"{file} lacks {count}" for file, count in self._counts.items())
 
     def check(self) -> None:
-        """Raise RecordError if records are lost."""
         if self._counts:
             raise RecordError(f"records could not be written: {self}; make room, and see the first error in the log")

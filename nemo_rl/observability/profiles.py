@@ -63,5 +63,4 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def find_profiles(directory: Path) -> set[Path]:
-    """Return the profiles in a directory."""
     return {path for path in directory.glob("*.json*") if path.is_file()}

@@ -50,7 +50,6 @@ class UserCodeRecord:
             self._map = None
 
     def begin(self, name: str) -> None:
-        """Note that a function begins."""
         with self._lock:
             count = self._counts.get(name, 0)
             self._counts[name] = count + 1

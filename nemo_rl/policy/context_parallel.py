@@ -42,7 +42,6 @@ class ContextRanks:
 
     @property
     def alone(self) -> "ContextRanks":
-        """Return this rank with rows of its own."""
         return ContextRanks(None, 0, 1, self.parts)
 
     def slice_size(self, num_tokens: int) -> int:
@@ -74,7 +73,6 @@ class SlicedSequences:
 
     @classmethod
     def of(cls, pack: PackedSequences, ranks: ContextRanks) -> "SlicedSequences":
-        """Return this rank's slice of a pack."""
         padding = ranks.slice_size(sum(pack.lengths)) * ranks.size - sum(pack.lengths)
         if padding == 0:
             return cls(pack, pack, ranks)
@@ -89,7 +87,6 @@ class SlicedSequences:
 
     @property
     def size(self) -> int:
-        """Return n, the tokens of each rank."""
         return self.row.positions.shape[1] // self.ranks.size
 
     @property

@@ -389,7 +389,6 @@ def _make_on_rank(
     master_port: int,
     **arguments: Any,
 ) -> Any:
-    """Make the worker of one rank, in its process."""
     address = f"{master_address}:{master_port}"
     layout = RankLayout.for_worker(config, rank=rank, world_size=world_size, address=address)
     return make_worker(config, layout=layout, **arguments)

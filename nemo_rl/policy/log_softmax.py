@@ -33,7 +33,6 @@ class RowStatistics(NamedTuple):
     chosen: torch.Tensor  # [N, K] scaled logits of the chosen tokens
 
     def part(self, rows: slice) -> "RowStatistics":
-        """Return those of a range of rows."""
         return RowStatistics(*(values[rows] for values in self))
 
 
@@ -51,7 +50,6 @@ class RowGradients:
         return cls(logprobs, logprobs.sum(-1), entropy)
 
     def part(self, rows: slice) -> "RowGradients":
-        """Return those of a range of rows."""
         return RowGradients(self.logprobs[rows], self.total[rows], None if self.entropy is None else self.entropy[rows])
 
 

@@ -69,7 +69,6 @@ class ScoreQuery:
         return cls(targets, chosen(candidates), wanted.entropy, wanted.topk, chosen(sets))
 
     def part(self, at: slice) -> "ScoreQuery":
-        """Return the query of a range of the distributions."""
         candidates = None if self.candidate_ids is None else self.candidate_ids[at]
         sets = None if self.sampling_mask is None else self.sampling_mask[at]
         return ScoreQuery(self.targets[at], candidates, self.entropy, self.topk, sets)
@@ -103,7 +102,6 @@ class LogitsHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "LogitsHead":
-        """Return the head of a model."""
         config = model.config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0

@@ -141,7 +141,6 @@ class PackedTrees(PackedTokens):
 
 
 def training_micro_batching(policy: PolicyConfig) -> MicroBatching:
-    """Return the micro-batching of training."""
     return _micro_batching_from_config(
         policy, policy.train_micro_batch_size, "train_mb_tokens", policy.max_total_sequence_length
     )
@@ -262,7 +261,6 @@ def columns_of(batch: TrainingBatch) -> dict[str, torch.Tensor] | None:
 
 
 def images_of(batch: TrainingBatch) -> RowImages | None:
-    """Return the images of the rows; None if the batch has none."""
     rows = batch.get(keys.IMAGE_ROWS, None)
     return None if rows is None else RowImages(rows, batch[keys.IMAGES])
 

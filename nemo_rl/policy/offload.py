@@ -80,11 +80,9 @@ class Offloader:
         self._copies: dict[OffloadPart, _HostCopy] = {}
 
     def is_away(self, part: OffloadPart) -> bool:
-        """Return whether the part is off the device."""
         return part in self._copies and bool(self._copies[part].away)
 
     def buffers(self, part: OffloadPart) -> list[torch.Tensor]:
-        """Return the host memory of a part."""
         return list(self._copies[part].chunks) if part in self._copies else []
 
     @torch.no_grad()
@@ -155,7 +153,6 @@ class Offloader:
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 

@@ -76,7 +76,6 @@ class ServedTeacher:
         """Do nothing: the server has memory of its own."""
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._endpoint.close()
 
     async def _prompt_logprobs(self, batch: TrainingBatch, *, k: int) -> list[PromptLogprobs]:

@@ -17,8 +17,6 @@ SkipCause = Literal["no_valid_tokens", "nonfinite_loss", "nonfinite_gradient"]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """The report of one optimizer step."""
-
     metrics: dict[str, float]  # the loss function's, and `loss`
     reductions: dict[str, Reduction]  # by metric
     normalizer: Normalizer

@@ -31,7 +31,6 @@ DEFAULT_METRICS = (
 
 
 def chart_address(run_ids: Sequence[str], metrics: Sequence[str], **choices: object) -> str:
-    """Return the address of the charts of some metrics of some runs."""
     return address("/charts", run=list(run_ids), metric=",".join(metrics), **choices)
 
 

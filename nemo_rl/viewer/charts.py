@@ -24,8 +24,6 @@ MIN_LOG = 1e-12  # lowest value on a logarithmic axis
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """One line of a chart."""
-
     label: str
     values: Mapping[int, float]  # by step
     colour: int | None = None  # class c0 to c7; None: by the line's place among all lines
@@ -53,7 +51,6 @@ class Frame:
     is_log: bool = False
 
     def at(self, step: float, value: float) -> tuple[float, float]:
-        """Return the position of a value."""
         width, height = self.size
         value = math.log10(max(value, MIN_LOG)) if self.is_log else value
         across = (step - self.x[0]) / (self.x[1] - self.x[0] or 1)

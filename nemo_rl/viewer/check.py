@@ -68,7 +68,6 @@ class Evidence:
     _trends: dict[str, Trend | None] = field(default_factory=dict)
 
     def finite(self, name: str) -> list[float]:
-        """Return the finite values of a metric in the order of the steps."""
         return [value for value in self.source.metrics.series(name).values() if math.isfinite(value)]
 
     def trend(self, name: str) -> Trend | None:
@@ -90,7 +89,6 @@ class Evidence:
 
     @cached_property
     def is_solved(self) -> bool:
-        """Return whether the last rewards are close to the highest one of any rollout."""
         return self.highest_reward > 0 and self.last("train/reward") >= SOLVED * self.highest_reward
 
     def rollouts_link(self, text: str, **filters: object) -> tuple[str, str]:
@@ -425,7 +423,6 @@ def _failures(evidence: Evidence) -> list[RunFinding]:
 
 
 def _texts(evidence: Evidence) -> list[RunFinding]:
-    """Return the findings on the texts of the last rollouts."""
     sample = evidence.sample()
     if len(sample.rows) < 16:
         return []

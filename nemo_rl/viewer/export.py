@@ -54,7 +54,6 @@ class _Walk:
     _on_page: Counter[str] = field(default_factory=Counter)
 
     def next(self) -> str:
-        """Return the address of the next page to write."""
         self._on_page.clear()
         return self.pending.popleft()
 

@@ -114,7 +114,6 @@ class RolloutIndex:
         return [name for name in self._lines.names[column] if name]
 
     def name_of(self, column: str, number: int) -> str:
-        """Return the name of a number in a column."""
         return self._lines.name_of(column, number)
 
     @property
@@ -158,7 +157,6 @@ class RolloutIndex:
         return has_more
 
     def complete(self) -> "RolloutIndex":
-        """Index everything that is there, and return the index."""
         while self.advance(budget_s=5.0):
             pass
         self.save()

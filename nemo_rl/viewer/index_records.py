@@ -87,7 +87,6 @@ class LineEncoder:
         self._decoder = msgspec.json.Decoder(_Line)
 
     def name_of(self, column: str, number: int) -> str:
-        """Return the name of a number in a column."""
         return next((name for name, each in self.names[column].items() if each == number), OTHER)
 
     def number_of(self, column: str, name: str) -> int:

@@ -40,12 +40,10 @@ class MetricsFile:
         return dict(sorted(self.by_name.get(name, {}).items()))
 
     def at(self, step: int) -> dict[str, float]:
-        """Return all metrics of a step."""
         return {name: values[step] for name, values in sorted(self.by_name.items()) if step in values}
 
     @property
     def steps(self) -> list[int]:
-        """Return the training steps that have been logged."""
         trained = self.by_name.get("timing/train/total_step_time") or self.by_name.get("train/reward") or {}
         return sorted(trained or self.by_name.get("train/loss", {}))
 

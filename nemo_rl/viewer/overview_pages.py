@@ -55,7 +55,6 @@ PHASE_PREFIX = "timing/train/"
 
 
 def source_page(source: ViewerSource, values: Mapping[str, str]) -> Page:
-    """Return the page of a run or of a collection."""
     return _collection_page(source, values) if source.kind == "collection" else _run_page(source, values)
 
 

@@ -68,12 +68,10 @@ class RolloutSet:
 
     @property
     def progress(self) -> float:
-        """Return the share of the bytes that is indexed."""
         size = sum(index.size for index in self.indexes)
         return 1.0 if not size else sum(index.end for index in self.indexes) / size
 
     def names(self, column: str) -> list[str]:
-        """Return the names that a column has in any file."""
         return sorted({name for index in self.indexes for name in index.names(column)})
 
     def select(self, query: Query) -> list[tuple[int, Rows]]:
@@ -127,7 +125,6 @@ class RolloutSet:
         raise DataError("there is no such rollout")
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """Return one column over all files."""
         return np.concatenate([np.asarray(index.columns[name]) for index in self.indexes] or [np.empty(0)])
 
     def _rank(self, file: int, row: int, name: str, sort: str) -> float:

@@ -23,8 +23,6 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast if 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Summary of one run in the list of runs."""
-
     name: str
     state: State
     cause: str  # why it failed; else empty

@@ -149,7 +149,6 @@ def _check_contained_harness(key: str, section: HarborConfig, command: Sequence[
 
 
 def _check_has_no_harness(key: str, section: HarborConfig) -> None:
-    """Raise ConfigError for keys of a harness."""
     for name in ("inherited_variables", "variables", "files", "mounts"):
         if value := getattr(section, name):
             raise ConfigError(f"{key}.{name}", value, "the tool bash does not use it; only with command")

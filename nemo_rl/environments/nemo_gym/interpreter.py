@@ -143,7 +143,6 @@ def _query_interpreter(python: str) -> list | None:
 
 
 def _environment(version: str | None, requirements: Sequence[str]) -> Path:
-    """Return the directory of the cached environment."""
     lines = "\n".join(requirements).encode()
     suffix = f"-{blake2b(lines, digest_size=4).hexdigest()}" if requirements else ""
     return cache_directory() / "nemo_gym" / f"{version or DEFAULT_VERSION}{suffix}"

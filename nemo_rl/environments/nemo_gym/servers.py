@@ -33,8 +33,6 @@ GATEWAY_STATUSES = (502, 503, 504)
 
 @dataclass(frozen=True, slots=True)
 class GymServer:
-    """One server of a stack."""
-
     name: str
     kind: str  # one of SERVER_KINDS
     url: str

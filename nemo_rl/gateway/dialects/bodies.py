@@ -200,7 +200,6 @@ class Turns:
             self._messages += [Message("tool", (part,)) for part in run] if are_results else [Message(role, run)]
 
     def messages(self) -> tuple[Message, ...]:
-        """Return the messages."""
         self._close_message()
         return tuple(self._messages)
 

@@ -50,8 +50,6 @@ class CalledFunction(Body):
 
 
 class ChatToolCall(Body):
-    """A call in the history."""
-
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction

@@ -59,7 +59,6 @@ class Dialect(ABC):
         raise NotImplementedError
 
     def render_count(self, num_tokens: int) -> dict[str, Any]:
-        """Return the response to a request that counts tokens."""
         raise NotImplementedError
 
     @abstractmethod

@@ -65,8 +65,6 @@ class GeminiCall(CamelBody):
 
 
 class Blob(CamelBody):
-    """A file."""
-
     mime_type: str
     data: str  # base64, in either alphabet
 
@@ -142,8 +140,6 @@ class GeminiContent(CamelBody):
 
 
 class Declaration(CamelBody):
-    """A declared function."""
-
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -317,7 +313,6 @@ class CallIds:
         self._unanswered: list[ToolCall] = []  # calls of the model's last turn
 
     def begin_turn(self) -> None:
-        """Begin a turn of the model."""
         self._unanswered = []
 
     def name(self, call: ToolCall) -> ToolCall:

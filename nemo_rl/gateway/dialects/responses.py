@@ -340,7 +340,6 @@ class ItemStream(EventStream):
 
 
 def _write_item(item_id: str, part: TextPart | ThinkingPart) -> dict[str, Any]:
-    """Return the item that holds a part of a response."""
     if isinstance(part, ThinkingPart):
         content = [{"type": "reasoning_text", "text": part.text}]
         return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": "completed"}

@@ -64,7 +64,6 @@ class VllmGenerationConfig(GenerationConfig):
 
     @property
     def gpus_per_engine(self) -> int:
-        """Return the number of GPUs of one engine."""
         return self.vllm_cfg.tensor_parallel_size
 
     @property
@@ -100,7 +99,6 @@ class VllmGenerationConfig(GenerationConfig):
         return self.vllm_cfg.in_process is True or self.runs_in_driver
 
     def dtype(self, policy_precision: str) -> str:
-        """Return the precision that the engine computes in."""
         return policy_precision if self.vllm_cfg.precision == "auto" else self.vllm_cfg.precision
 
     @classmethod

@@ -25,7 +25,6 @@ def to_plain(array: np.ndarray) -> PlainArray:
 
 
 def to_array(plain: PlainArray) -> np.ndarray:
-    """Return the array of `to_plain`."""
     shape, dtype, data = plain
     return np.frombuffer(data, dtype).reshape(shape)
 
@@ -41,9 +40,7 @@ class RouteSource(Protocol):
         """Return the column of a finished request's tokens, prompt first."""
         ...
 
-    def drop(self, request: GenerationRequest) -> None:
-        """Forget an aborted request."""
-        ...
+    def drop(self, request: GenerationRequest) -> None: ...
 
 
 def make_route_source(engine: Any, *, on_cpu: bool) -> RouteSource:

@@ -256,7 +256,6 @@ def _query_key_value(config: PreTrainedConfig, to: str, of: str) -> Iterator[Wei
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Return the width of one attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -266,7 +265,6 @@ def has_input_bias(config: PreTrainedConfig) -> bool:
 
 
 def has_output_bias(config: PreTrainedConfig) -> bool:
-    """Return whether the output projection of attention has a bias."""
     return config.model_type not in ("qwen2", "glm4_moe") and bool(getattr(config, "attention_bias", False))
 
 

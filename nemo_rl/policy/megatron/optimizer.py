@@ -106,7 +106,6 @@ class MainWeights:
             main.grad = self.part(parameter, parameter.main_grad).float()  # pyright: ignore[reportAttributeAccessIssue]
 
     def clear_gradients(self) -> None:
-        """Drop the gradients."""
         for main in self._main:
             main.grad = None
 
