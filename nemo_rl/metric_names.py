@@ -4,8 +4,7 @@
 environment.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -378,16 +377,3 @@ def ranking_metrics(split: Literal["train", "val"], algorithm: str) -> frozenset
     plain = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
     ranking = frozenset(name for name in plain if not set(name) & set("/<")) - NEVER_RANKING
     return ranking | CHECKPOINT_ONLY_METRICS if split == "train" and algorithm in ROLLOUT_ALGORITHMS else ranking
-
-
-def find_undocumented(names: Iterable[str]) -> list[str]:
-    """Return those of `names` that no row of the table describes."""
-    patterns = [_pattern(name) for group in METRIC_GROUPS for name in group.meanings]
-    return [name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)]
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    """Return the pattern of a name, in which a part in angle brackets matches one word without a slash."""
-    return re.compile(
-        "".join("[^/]+" if part.startswith("<") else re.escape(part) for part in re.split("(<[a-z]+>)", name))
-    )

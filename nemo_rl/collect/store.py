@@ -4,7 +4,6 @@ A collector takes missing keys from it and appends their results; merge and prof
 """
 
 import json
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,8 +24,6 @@ from nemo_rl.collect.shards import (
 from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.experience.rollout_rows import encode_json_line
 from nemo_rl.types import Failure
-
-logger = logging.getLogger(__name__)
 
 SYNC_PERIOD_S = 10.0
 FINISHED = 255  # in the table of keys; anything below counts failed attempts

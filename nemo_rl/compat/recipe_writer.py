@@ -2,7 +2,7 @@
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,6 @@ from nemo_rl.config.reference import format_value
 from nemo_rl.errors import ConfigError
 from nemo_rl.recipes import find_packaged
 
-LOADERS: Mapping[Family, Callable[..., Section]] = {
-    "grpo": loading.load_config,
-    "distillation": loading.load_distillation_config,
-    "sft": loading.load_sft_config,
-    "dpo": loading.load_dpo_config,
-    "rm": loading.load_reward_model_config,
-    "eval": loading.load_eval_config,
-    "collect": loading.load_collect_config,
-}
 ABSENT = object()
 MAX_SHOWN = 40  # characters of a value in a table
 
@@ -58,7 +49,7 @@ def format_minimal(path: Path, overrides: Sequence[str] = (), *, allow_unsupport
     _, translated, report = _translate(path, overrides, allow_unsupported=allow_unsupported)
     family = find_family(translated)
     assert family is not None
-    config = LOADERS[family](path, overrides, allow_unsupported=allow_unsupported)
+    config = loading.LOADERS[COMMANDS[family]](path, overrides, allow_unsupported=allow_unsupported)
     with tempfile.TemporaryDirectory() as directory:
         trial = _Trial(Path(directory) / path.name, family, config)
         written = next(filter(trial.is_same, _drafts(path, config, trial)), None)
@@ -133,7 +124,7 @@ class _Trial:
         """Return the configuration of a draft; None if it is refused."""
         self.path.write_text(_to_yaml(draft), encoding="utf-8")
         try:
-            return _comparable(LOADERS[self.family](self.path))
+            return _comparable(loading.LOADERS[COMMANDS[self.family]](self.path))
         except ConfigError:
             return None
 

@@ -121,7 +121,7 @@ def _apply(rule: Rule, parent: dict[str, Any], name: str, path: Path, report: Re
         if rule.action == "note":
             report.skip(dotted(path), value, rule.cause)
         elif rule.action == "refuse":
-            allowed = ", ".join(_format_value(v) for v in rule.inert or () if v not in (None, [], {}))
+            allowed = ", ".join(format_value(v) for v in rule.inert or () if v not in (None, [], {}))
             report.refuse(dotted(path), value, rule.cause, f"; only {allowed} is accepted" if allowed else "")
     del parent[name]
 
@@ -244,33 +244,6 @@ def apply_release_defaults(config: dict[str, Any], release: str, report: Report)
     report.notes.append(f"read as a recipe of NeMo-RL {release}{told}")
 
 
-def render_tables() -> str:
-    """Return the part of docs/from_nemo_rl.md that the tables give: refused keys, accepted switches, metrics."""
-    titles: dict[Action, str] = {
-        "refuse": "## Refused\n\n| key (values accepted beside null) | why others are refused; nearest way |",
-        "note": "## Accepted with a note\n\n| key, and its values without a note | why it has no effect |",
-    }
-    parts = []
-    for action, title in titles.items():
-        lines = [f"| {', '.join(settings)} | {cause} |" for cause, settings in _settings_by_cause(action).items()]
-        parts.append("\n".join([title, "|---|---|", *lines]))
-    named = load_table("releases")["metric_names"]
-    lines = [f"| `{theirs}` | {ours} |" for theirs, ours in named.items()]
-    parts.append("\n".join(["## Metrics with another name\n\n| NeMo-RL | here |", "|---|---|", *lines]))
-    return "\n\n".join(parts) + "\n"
-
-
-def _settings_by_cause(action: Action) -> dict[str, list[str]]:
-    """Return the keys of one action with the values that ask for nothing, by their cause."""
-    settings: dict[str, list[str]] = {}
-    for rule in load_rules():
-        if rule.action == action and rule.cause and not rule.key.startswith(MODELS[1:]):
-            inert = [value for value in rule.inert or () if value is not None]
-            values = f" ({', '.join(f'`{_format_value(value)}`' for value in inert)})" if inert else ""
-            settings.setdefault(rule.cause.text, []).append(f"`{rule.key}`{values}")
-    return settings
-
-
 def _expand(prefix: str) -> tuple[str, ...]:
     for placeholder, models in PLACEHOLDERS.items():
         if prefix.startswith(placeholder):
@@ -279,9 +252,9 @@ def _expand(prefix: str) -> tuple[str, ...]:
 
 
 def _format_setting(key: str, value: object) -> str:
-    text = _format_value(value)
+    text = format_value(value)
     return f"{key} = {text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + '...'}"
 
 
-def _format_value(value: object) -> str:
+def format_value(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)

@@ -2,13 +2,13 @@
 exist."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 from nemo_rl.config import master
 from nemo_rl.config.data import DataConfig, DatasetConfig, check_prompt_file, name_validation_sets, resolve_dataset
-from nemo_rl.config.entry_checks import check_distillation, check_environments, check_grpo, check_scorers
+from nemo_rl.config.entry_checks import check_distillation, check_environments, check_grpo, check_scorers, run_checks
 from nemo_rl.config.images import ImagesConfig, check_images
 from nemo_rl.config.layout_planner import make_layout, make_policy_layout
 from nemo_rl.config.master import TEACHERS, DistillationRunConfig, GRPORunConfig, RolloutRunConfig, TrainingRunConfig
@@ -264,17 +264,6 @@ def check(config: TrainingRunConfig) -> None:
     if isinstance(config, DistillationRunConfig):
         checks.append(check_distillation)
     run_checks(checks, config)
-
-
-def run_checks(checks: Iterable[Callable[[Any], None]], config: Any) -> None:
-    """Run every check, and raise what they found as one ConfigError."""
-    found = []
-    for one in checks:
-        try:
-            one(config)
-        except ConfigError as error:
-            found.append(error)
-    raise_config_errors(found)
 
 
 def check_rollouts(config: RolloutRunConfig) -> None:

@@ -135,13 +135,13 @@ def parse_chunk(text: str) -> tuple[int, int]:
 
 def quote_seeds(overrides: Sequence[str]) -> list[str]:
     """Return the overrides with seeds quoted, so that users need not: Hydra reads a comma as several runs."""
-    return [_quote_seeds_override(text) for text in overrides]
-
-
-def _quote_seeds_override(text: str) -> str:
-    key, separator, value = text.partition("=")
-    is_bare = key.lstrip("+") == "collect.seeds" and separator and not value.startswith(("'", '"', "["))
-    return f"{key}='{value}'" if is_bare else text
+    parts = [text.partition("=") for text in overrides]
+    return [
+        f"{key}='{value}'"
+        if key.lstrip("+") == "collect.seeds" and value and not value.startswith(("'", '"', "["))
+        else f"{key}{separator}{value}"
+        for key, separator, value in parts
+    ]
 
 
 def check_sampled(config: SampledRunConfig) -> None:

@@ -18,15 +18,6 @@ nemo-rl config explain KEY                what a key means; finds it by a name o
 nemo-rl config translate FILE             a recipe of NeMo-RL in this project's terms; comments say what was refused
 """
 ALLOW_UNSUPPORTED_HELP = "leave out what is not supported and only concerns layout, scale or speed (NeMo-RL's recipes)"
-LOADERS = {  # functions in config/loading.py
-    "grpo": "load_config",
-    "distill": "load_distillation_config",
-    "sft": "load_sft_config",
-    "dpo": "load_dpo_config",
-    "rm": "load_reward_model_config",
-    "eval": "load_eval_config",
-    "collect": "load_collect_config",
-}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +69,7 @@ def _show(parsed: argparse.Namespace) -> str:
     from nemo_rl.config import loading
 
     path = find_recipe(parsed.name)
-    load = getattr(loading, LOADERS[verb_of(path)])
+    load = loading.LOADERS[verb_of(path)]
     return loading.resolved_yaml(load(path, parsed.overrides, allow_unsupported=parsed.allow_unsupported))
 
 

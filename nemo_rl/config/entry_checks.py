@@ -5,7 +5,7 @@ Rules that hold for every entry are here, those of one entry in its own file; ea
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from nemo_rl.config.environment import (
@@ -27,18 +27,16 @@ from nemo_rl.errors import ConfigError, raise_config_errors, suggest_name
 
 def check_grpo(config: GRPORunConfig) -> None:
     """Raise ConfigError for the combinations that cannot run, all at once."""
-    checks: tuple[Callable[[GRPORunConfig], None], ...] = (
-        _check_dynamic_sampling,
-        _check_rewards,
-        _check_loss,
-        _check_estimator,
-        _check_penalties,
-        check_policies,
-    )
+    checks = (_check_dynamic_sampling, _check_rewards, _check_loss, _check_estimator, _check_penalties, check_policies)
+    run_checks(checks, config)
+
+
+def run_checks(checks: Iterable[Callable[[Any], None]], config: Any) -> None:
+    """Run every check, and raise what they found as one ConfigError."""
     found = []
-    for check in checks:
+    for one in checks:
         try:
-            check(config)
+            one(config)
         except ConfigError as error:
             found.append(error)
     raise_config_errors(found)

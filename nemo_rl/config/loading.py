@@ -69,85 +69,40 @@ def _without_pydantic_plugins() -> Iterator[None]:
             os.environ[name] = before
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> GRPORunConfig:
-    """Load the configuration of `examples/run_grpo.py` from a recipe with overrides in Hydra's grammar.
+def _loader(schema: type[ConfigT], family: Family, check_config: Callable[[ConfigT], None]) -> Callable[..., ConfigT]:
+    """Return the function that loads the configuration of a command."""
 
-    Raises ConfigError for all problems at once. With `allow_unsupported`, keys of NeMo-RL's recipes that only concern
-    layout, scale or speed are removed if they are not supported. Notes are logged.
+    def load(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> ConfigT:
+        """Load a configuration from a recipe with overrides in Hydra's grammar.
 
-    Example: `load_config(find_recipe("quickstart"), ["grpo.max_num_steps=2"])`
-    """
-    return read_config(
-        GRPORunConfig, path, overrides, family="grpo", check_config=check, allow_unsupported=allow_unsupported
-    )
+        Raises ConfigError for all problems at once. With `allow_unsupported`, keys of NeMo-RL's recipes that only
+        concern layout, scale or speed are removed if they are not supported. Notes are logged.
 
+        Example: `load_config(find_recipe("quickstart"), ["grpo.max_num_steps=2"])`
+        """
+        return read_config(
+            schema, path, overrides, family=family, check_config=check_config, allow_unsupported=allow_unsupported
+        )
 
-def load_distillation_config(
-    path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False
-) -> DistillationRunConfig:
-    """Load the configuration of `examples/run_distillation.py`."""
-    return read_config(
-        DistillationRunConfig,
-        path,
-        overrides,
-        family="distillation",
-        check_config=check,
-        allow_unsupported=allow_unsupported,
-    )
+    return load
 
 
-def load_sft_config(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> SFTRunConfig:
-    """Load the configuration of `examples/run_sft.py`."""
-    return read_config(
-        SFTRunConfig, path, overrides, family="sft", check_config=check_supervised, allow_unsupported=allow_unsupported
-    )
-
-
-def load_dpo_config(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> DPORunConfig:
-    """Load the configuration of `examples/run_dpo.py`."""
-    return read_config(
-        DPORunConfig, path, overrides, family="dpo", check_config=check_supervised, allow_unsupported=allow_unsupported
-    )
-
-
-def load_reward_model_config(
-    path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False
-) -> RewardModelRunConfig:
-    """Load the configuration of `examples/run_rm.py`."""
-    return read_config(
-        RewardModelRunConfig,
-        path,
-        overrides,
-        family="rm",
-        check_config=check_reward_model,
-        allow_unsupported=allow_unsupported,
-    )
-
-
-def load_collect_config(
-    path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False
-) -> CollectRunConfig:
-    """Load the configuration of `nemo-rl collect`."""
-    return read_config(
-        CollectRunConfig,
-        path,
-        quote_seeds(overrides),
-        family="collect",
-        check_config=check_sampled,
-        allow_unsupported=allow_unsupported,
-    )
-
-
-def load_eval_config(path: Path, overrides: Sequence[str] = (), *, allow_unsupported: bool = False) -> EvalRunConfig:
-    """Load the configuration of `examples/run_eval.py`."""
-    return read_config(
-        EvalRunConfig,
-        path,
-        overrides,
-        family="eval",
-        check_config=check_evaluation,
-        allow_unsupported=allow_unsupported,
-    )
+load_config = _loader(GRPORunConfig, "grpo", check)
+load_distillation_config = _loader(DistillationRunConfig, "distillation", check)
+load_sft_config = _loader(SFTRunConfig, "sft", check_supervised)
+load_dpo_config = _loader(DPORunConfig, "dpo", check_supervised)
+load_reward_model_config = _loader(RewardModelRunConfig, "rm", check_reward_model)
+load_eval_config = _loader(EvalRunConfig, "eval", check_evaluation)
+load_collect_config = _loader(CollectRunConfig, "collect", check_sampled)
+LOADERS: Mapping[str, Callable[..., Any]] = {  # by the verb of `nemo-rl`
+    "grpo": load_config,
+    "distill": load_distillation_config,
+    "sft": load_sft_config,
+    "dpo": load_dpo_config,
+    "rm": load_reward_model_config,
+    "eval": load_eval_config,
+    "collect": load_collect_config,
+}
 
 
 def resolved_yaml(config: Section) -> str:
@@ -194,7 +149,7 @@ def read_config(
     Raises ConfigError that lists every obstacle.
     """
     set_ray_variables()  # before the recipe's dotted paths are imported, which may import Ray
-    raw = read_raw(schema, path, overrides)
+    raw = read_raw(schema, path, quote_seeds(overrides))
     resolved = resolve_interpolations(raw, Path(path))
     texts = find_environment_values(raw, resolved)
     _check_family(resolved, family, schema)

@@ -26,11 +26,6 @@ class Span:
     teacher_start: int
     teacher_end: int
 
-    @property
-    def is_one_to_one(self) -> bool:
-        """Return whether the span is one token on each side."""
-        return self.student_end - self.student_start == 1 == self.teacher_end - self.teacher_start
-
 
 def align(student: Sequence[bytes], teacher: Sequence[bytes]) -> tuple[Span, ...]:
     """Return the shortest spans that partition both sequences and have the same bytes on both sides.

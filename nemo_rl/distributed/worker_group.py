@@ -21,8 +21,6 @@ from nemo_rl.distributed.cluster import ReservedSlot, node_ip
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.errors import WorkerDied, WorkerError
 
-logger = logging.getLogger(__name__)
-
 MAX_KEPT_RECORDS = 10_000  # unread records; the oldest are dropped first
 PROBE_S = 5.0  # limit for a live worker to answer, even a busy one
 PIDS_S = 120.0

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from nemo_rl.command_line import Command, ExitCode
-from nemo_rl.config.config_command import LOADERS, verb_of
+from nemo_rl.config.config_command import verb_of
 from nemo_rl.errors import ConfigError, escape
 from nemo_rl.recipes import find_recipe
 
@@ -72,7 +72,7 @@ def _load(parsed: argparse.Namespace) -> tuple[str, Any]:
     config: Any = None
     if recipe is not None:
         path = find_recipe(recipe)
-        config = getattr(loading, LOADERS[verb_of(path)])(path, parsed.overrides)
+        config = loading.LOADERS[verb_of(path)](path, parsed.overrides)
         if not hasattr(config, "env"):
             raise ConfigError("--config", recipe, "has no env; expected a recipe of grpo, distill, collect or eval")
         if parsed.target in config.env and parsed.data is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nemo_rl.config.config_command import LOADERS, verb_of
+from nemo_rl.config.config_command import verb_of
 from nemo_rl.config.data import infer_dataset_name
 from nemo_rl.data.rows import read_jsonl
 from nemo_rl.errors import CombinedConfigError, ConfigError, DataError, NemoRLError
@@ -72,7 +72,7 @@ def probe_recipe(name: str, overrides: Sequence[str]) -> RecipeFacts:
 
     try:
         path = find_recipe(name)
-        config: Any = getattr(loading, LOADERS[verb_of(path)])(path, overrides)
+        config: Any = loading.LOADERS[verb_of(path)](path, overrides)
     except CombinedConfigError as error:
         return RecipeFacts(config_errors=tuple(map(str, error.errors)))
     except ConfigError as error:

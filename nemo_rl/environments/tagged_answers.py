@@ -32,6 +32,8 @@ OPTIONS: Mapping[str, Mapping[str, type]] = {  # keyword arguments of each funct
 
 
 class RewardFunction(Section):
+    """One function of the answer."""
+
     name: Literal["format", "exact_alnum", "math_expr", "bbox_giou", "geo3k"]  # what it scores, by NeMo-RL's name
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)  # its share is its weight by the sum of all
     kwargs: dict[str, Any] = Field(default_factory=dict)  # e.g. answer_tag

@@ -27,8 +27,6 @@ from nemo_rl.types import (
     placed_images,
 )
 
-KNOWN_KEYS = frozenset(value for name, value in vars(keys).items() if name.isupper())
-
 TrajectoryKey: TypeAlias = tuple[str, int]  # group_id, generation_index
 
 
@@ -54,10 +52,6 @@ class AssemblyCounts:
     num_failed: int
     num_dropped_groups: int  # groups with too few survivors
     num_dropped_survivors: int  # survivors in dropped groups
-
-    @property
-    def num_trained(self) -> int:
-        return self.num_trajectories - self.num_failed - self.num_dropped_survivors
 
 
 def count_assembly(groups: Sequence[TrajectoryGroup], *, min_group_size: int) -> AssemblyCounts:
@@ -159,16 +153,6 @@ def _make_sample(log: MessageLog, entry: _BatchEntry) -> TrainingSample:
         columns=concatenate_columns([m.columns for m in log], lengths),
         images=placed_images(log),
     )
-
-
-def check_keys(batch: TrainingBatch, required: frozenset[str]) -> None:
-    """Raise ValueError unless the batch holds all `required` keys and none that batch.py does not name."""
-    present = {str(key) for key, _ in batch.items()}
-    missing, unknown = sorted(required - present), sorted(present - KNOWN_KEYS)
-    if missing:
-        raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(present))}")
-    if unknown:
-        raise ValueError(f"keys unknown to nemo_rl/batch.py: {', '.join(unknown)}")
 
 
 def _make_batch(samples: Sequence[TrainingSample], trajectories: Sequence[Trajectory]) -> TrainingBatch:

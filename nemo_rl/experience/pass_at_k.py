@@ -4,12 +4,8 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from math import comb
-from typing import TYPE_CHECKING
 
 from nemo_rl.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:
@@ -28,12 +24,6 @@ def best_of_k_probabilities(num_answers: int, k: int) -> tuple[float, ...]:
     """Return the share of all subsets of k in which the answer of each rank, lowest score first, is the best."""
     _check_k(k, num_answers)
     return tuple(comb(rank, k - 1) / comb(num_answers, k) for rank in range(num_answers))
-
-
-def pass_at_1_avg_of_k(scores: Sequence[float]) -> float:
-    """Return the mean score, the expected score of one answer."""
-    _check_k(1, len(scores))
-    return sum(scores) / len(scores)
 
 
 def majority_at_k(scores: Sequence[float], answers: Sequence[Hashable | None], k: int | None = None) -> float:

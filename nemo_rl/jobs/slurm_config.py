@@ -9,7 +9,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from pydantic import Field
 
-from nemo_rl.config.collect import CollectRunConfig, check_sampled, quote_seeds
+from nemo_rl.config.collect import CollectRunConfig, check_sampled
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.loading import read_config, resolved_yaml
 from nemo_rl.config.server import ServerConfig
@@ -318,7 +318,7 @@ class SubmitRunConfig(CollectRunConfig):
 
 def load_submit_config(path: Path, overrides: Sequence[str] = ()) -> SubmitRunConfig:
     """Load the configuration of a recipe with overrides in Hydra's grammar; raises ConfigError."""
-    config = read_config(SubmitRunConfig, path, quote_seeds(overrides), family="collect", prepare=_prepare)
+    config = read_config(SubmitRunConfig, path, overrides, family="collect", prepare=_prepare)
     check_slurm(config.slurm)
     if config.collect.chunk is not None:
         raise ConfigError("collect.chunk", config.collect.chunk, "the array has all chunks: set slurm.num_chunks")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.command_line import Command, ExitCode, path_argument
-from nemo_rl.config.config_command import LOADERS
+from nemo_rl.config.recipe_files import COMMANDS
 from nemo_rl.durable_files import hold_directory
 from nemo_rl.environments.nemo_gym.supervisor import PR_SET_CHILD_SUBREAPER, descendants
 from nemo_rl.errors import ConfigError, NemoRLError
@@ -420,8 +420,8 @@ def _check_command(name: str) -> None:
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise ConfigError("COMMAND", name, f"no such file (from {Path.cwd()})")
-    elif name not in LOADERS:
-        raise ConfigError("COMMAND", name, "must be a script.py or one of these commands", known=LOADERS)
+    elif name not in COMMANDS.values():
+        raise ConfigError("COMMAND", name, "must be a script.py or one of these commands", known=COMMANDS.values())
 
 
 RUN = Command(DESCRIPTION, _add_arguments, _run, program="nemo-rl run", takes_command=True)

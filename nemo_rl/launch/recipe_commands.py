@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.command_line import Command, ExitCode
-from nemo_rl.config.config_command import ALLOW_UNSUPPORTED_HELP, LOADERS
+from nemo_rl.config.config_command import ALLOW_UNSUPPORTED_HELP
 from nemo_rl.errors import ConfigError, conceal
 from nemo_rl.observability import heartbeat
 from nemo_rl.recipes import find_recipe
@@ -56,7 +56,7 @@ class Job:
         gc.disable()  # nearly all that this makes lives on, and a mistyped key should be told soon
         try:
             loading = importlib.import_module("nemo_rl.config.loading")
-            return getattr(loading, LOADERS[self.verb])(recipe, overrides, **options)
+            return loading.LOADERS[self.verb](recipe, overrides, **options)
         finally:
             gc.enable()
 
@@ -259,22 +259,14 @@ def _plan_training(config: "TrainingRunConfig | SupervisedRunConfig") -> str:
     return "".join(f"\n{placement_plan(config, layout)}\n{memory_plan(config, layout)}\n" for layout in layouts)
 
 
-def _plan_collection(config: "CollectRunConfig") -> str:
+def _plan_sampling(config: "CollectRunConfig | EvalRunConfig") -> str:
     from nemo_rl.launch.memory_plan import sampling_memory_plan
     from nemo_rl.launch.placement_plan import collection_placement_plan
     from nemo_rl.launch.sampled import find_planned_device
 
-    memory = sampling_memory_plan(config, device=find_planned_device(config))
-    return f"\n{collection_placement_plan(config)}\n{memory}\n"
-
-
-def _plan_evaluation(config: "EvalRunConfig") -> str:
-    from nemo_rl.launch.memory_plan import sampling_memory_plan
-    from nemo_rl.launch.placement_plan import collection_placement_plan
-    from nemo_rl.launch.sampled import find_planned_device
-
-    memory = sampling_memory_plan(*config.models, device=find_planned_device(config))
-    return f"\n{collection_placement_plan(*config.models)}\n{memory}\n"
+    configs = getattr(config, "models", (config,))
+    memory = sampling_memory_plan(*configs, device=find_planned_device(config))
+    return f"\n{collection_placement_plan(*configs)}\n{memory}\n"
 
 
 def _plan_reward_model(config: "RewardModelRunConfig") -> str:
@@ -319,14 +311,14 @@ REWARD_MODEL_JOB = Job(
 EVAL_JOB = Job(
     "eval",
     _evaluate,
-    _plan_evaluation,
+    _plan_sampling,
     ("policy.model_name", *(f"eval.{key}" for key in ("metric", "num_tests_per_prompt", "baseline", "output_dir"))),
     recipe_of_run="nemo_rl.launch.run_evaluation:write_evaluation_recipe",
 )
 COLLECT_JOB = Job(
     "collect",
     _collect,
-    _plan_collection,
+    _plan_sampling,
     ("policy.model_name", *(f"collect.{key}" for key in ("output_dir", "seeds", "num_repeats", "limit", "chunk"))),
 )
 

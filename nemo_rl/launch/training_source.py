@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_rl.algorithms.advantages import is_informative
 from nemo_rl.algorithms.validation import Validator
@@ -18,13 +18,9 @@ from nemo_rl.experience.rollout_dependencies import RolloutDependencies, Rollout
 from nemo_rl.experience.rollout_writer import RolloutWriter
 from nemo_rl.experience.sync_source import SyncSource, prompts_per_batch
 from nemo_rl.interfaces import GroupSource
-from nemo_rl.types import Trajectory
-
-if TYPE_CHECKING:
-    pass
-
 from nemo_rl.launch.resolved_run import ResolvedRun
 from nemo_rl.launch.sampling import make_sampling
+from nemo_rl.types import Trajectory
 
 
 def make_source(

@@ -288,19 +288,6 @@ class RankMemory:
         return self.shape.num_attention_heads // self.tensor % size == 0
 
     @property
-    def exchanged_bytes(self) -> int:
-        """Return the bytes that a rank sends per layer and token of its slice in a forward pass; backward as many.
-
-        Queries and the result have all heads, keys and values as many that the ranks divide them.
-
-        Example: 4 ranks, 32 heads of 128 and 8 of keys: bfloat16 2 x 3/4 x (2 x 4096 + 2 x 1024) = 15,360.
-        """
-        shape, heads = self.shape, self.shape.num_attention_heads // self.tensor
-        groups = math.lcm(shape.num_key_value_heads // self.tensor, self.context)
-        sent = 2 * heads + 2 * groups if self.context > 1 else 0
-        return self.compute_bytes * sent * shape.head_dim * (self.context - 1) // self.context
-
-    @property
     def _whole_weights(self) -> int:
         adapters = 0 if self.adapter_dim is None else self.trained_parameters
         return self.compute_bytes * (self.own_parameters - self._experts_elsewhere + adapters)

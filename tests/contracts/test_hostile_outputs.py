@@ -136,11 +136,18 @@ def test_every_task_of_reasoning_gym(tasks: list[str], canary: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("verifier", ["math_verify", "last_answer", "choice"])
-def test_mathematics(verifier: str, canary: Path) -> None:
+@pytest.mark.parametrize(
+    ("verifier", "boxed"),
+    [
+        pytest.param("math_verify", BOMBS, marks=pytest.mark.slow),  # each costs a process
+        *(("math_verify", BOMBS[::4]), ("last_answer", BOMBS), ("choice", BOMBS)),
+    ],
+    ids=["math_verify, all bombs", "math_verify", "last_answer", "choice"],
+)
+def test_mathematics(verifier: str, boxed: Sequence[str], canary: Path) -> None:
     reference = {"math_verify": "\\frac{3}{7}", "last_answer": "377", "choice": "D"}[verifier]
     texts = hostile_responses(str(canary), num_bombs=NUM_BOMBS)
-    texts += [f"\\boxed{{{text}}}" for text in (*BOMBS, "__import__('os').abort()")]
+    texts += [f"\\boxed{{{text}}}" for text in (*boxed, "__import__('os').abort()")]
     items = [(text, {"answer": reference}) for text in texts]
     section = MathEnvironmentConfig.model_validate({"verifier": verifier, "verify_timeout_s": 0.5})
     results, stall = asyncio.run(step_all(MathEnvironment("math", section), items))

@@ -155,6 +155,7 @@ def rewards_of(trajectories: Sequence[Trajectory]) -> list[float]:
     return [trajectory.rewards["rm"] for trajectory in trajectories]
 
 
+@pytest.mark.slow  # tests/unit/experience/test_scoring.py has its order with other engines
 def test_scoring_begins_while_vllm_still_generates(engines: Any, engine_loop: asyncio.Runner, tmp_path: Path) -> None:
     """Otherwise all responses but the first would wait for a score until their deadline."""
     save(tmp_path)

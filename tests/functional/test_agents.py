@@ -69,10 +69,8 @@ def test_rollouts_of_an_agent_are_written_with_the_scorers_reward(run: Run) -> N
     assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    quick(MISTAKES, MISTAKES[:1]),
-)
+@pytest.mark.slow  # a process each; tests/unit/docs/test_errors.py loads the first one's recipe
+@pytest.mark.parametrize(("overrides", "expected"), MISTAKES)
 def test_a_mistake_about_an_agent_ends_before_a_model_loads(
     overrides: tuple[str, ...], expected: str, tmp_path: Path
 ) -> None:

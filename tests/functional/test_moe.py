@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.metric_names import find_undocumented
 from nemo_rl.quickstart.models import experts, make_model, make_tokenizer
 from tests.functional.cli import ROOT, Run, run_grpo
+from tests.support.metric_names import find_undocumented
 
 pytestmark = pytest.mark.timeout(600)
 

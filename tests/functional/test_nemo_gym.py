@@ -151,7 +151,8 @@ def statistics_of(task: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in task.items() if name not in of_data}
 
 
-@pytest.mark.parametrize("version", [pytest.param(VERSIONS[0], marks=pytest.mark.slow), VERSIONS[1]])
+@pytest.mark.slow  # the collection starts a stack, contracts/test_nemo_gym.py and test_real_gym.py sample on one
+@pytest.mark.parametrize("version", VERSIONS)
 def test_the_documented_training_starts_and_stops_a_stack(version: str, fresh_directory: Path) -> None:
     gym_environment(version)
     run_documented(fresh_directory, "examples/nemo_gym/make_rows.py", "quickstart")

@@ -11,6 +11,7 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 
 
+@pytest.mark.slow  # test_python_interface.py and tests/unit/test_api.py have what its cells call
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own libraries
 def test_every_cell_of_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.metric_names import find_undocumented
 from tests.functional.cli import ROOT, Run, run_command_line
-from tests.support.quick import quick
+from tests.support.metric_names import find_undocumented
 
 pytestmark = pytest.mark.timeout(600)  # the first one also makes the models
 
@@ -67,7 +66,8 @@ BAD_INPUT = [  # a process each
 ]
 
 
-@pytest.mark.parametrize(("arguments", "expected"), quick(BAD_INPUT, BAD_INPUT[:1]))
+@pytest.mark.slow  # test_run_grpo.py has one in CI
+@pytest.mark.parametrize(("arguments", "expected"), BAD_INPUT)
 def test_bad_input_ends_before_a_model_loads(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     run = run_command_line(SCRIPT, tmp_path, *arguments)
     assert run.returncode == 2, run.stderr

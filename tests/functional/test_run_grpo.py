@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.cli import run as run_command
-from nemo_rl.metric_names import find_undocumented, ranking_metrics
+from nemo_rl.metric_names import ranking_metrics
 from nemo_rl.observability.trace_file import TRACE_FILE
 from nemo_rl.trace.bubbles import count_bubbles
 from nemo_rl.trace.timeline import Timeline
 from tests.functional.cli import Run, run_grpo
+from tests.support.metric_names import find_undocumented
 from tests.support.quick import quick
 from tests.support.trace_sql import ask, open_trace
 
@@ -205,6 +206,7 @@ def test_bad_input_ends_before_a_model_loads(arguments: tuple[str, ...], expecte
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow  # tests/unit/test_bad_inputs.py has it in this process
 def test_a_broken_line_of_a_data_set_is_named_before_a_model_loads(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"input": "1 + 1", "output": "2"}\n{"input": "1 + 2", "output"\n')

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_rl.launch.trained_model import find_trained_model
-from nemo_rl.metric_names import find_undocumented
 from nemo_rl.trained.serve_command import served_adapters
 from tests.functional.cli import ROOT, Run, run_grpo
+from tests.support.metric_names import find_undocumented
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -17,7 +17,6 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from nemo_rl.config import loading
-from nemo_rl.config.config_command import LOADERS
 from nemo_rl.config.keys import kind_of_field, sections_in
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.reference import find_schema
@@ -247,7 +246,7 @@ def refusals(command: str, values: Mapping[str, object], path: Path) -> list[str
     """Return the keys that loading a recipe refuses; what else happens is one text in capitals."""
     path.write_text(yaml.safe_dump(with_values(command, values)))
     try:
-        getattr(loading, LOADERS[command])(path)
+        loading.LOADERS[command](path)
     except ConfigError as error:
         return [one.key for one in flatten_config_errors([error])]
     except BaseException as error:

@@ -1,5 +1,6 @@
 from nemo_rl.compat.tables import load_table
-from nemo_rl.metric_names import METRIC_GROUPS, find_undocumented, ranking_metrics
+from nemo_rl.metric_names import METRIC_GROUPS, ranking_metrics
+from tests.support.metric_names import find_undocumented
 
 NAMES = [name for group in METRIC_GROUPS for name in group.meanings]
 

@@ -13,8 +13,8 @@ import torch
 from nemo_rl.algorithms.supervised_objectives import DPOObjective
 from nemo_rl.config.supervised_runs import DPORunConfig
 from nemo_rl.data.supervised_samples import PairSample, SupervisedSample
-from nemo_rl.metric_names import find_undocumented
 from tests.contracts.policies import SETTINGS
+from tests.support.metric_names import find_undocumented
 from tests.unit.algorithms.supervised_runs import Runs
 from tests.unit.policy.tiny import VOCABULARY, saved_model
 

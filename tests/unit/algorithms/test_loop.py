@@ -15,10 +15,10 @@ from nemo_rl.algorithms.loop import train
 from nemo_rl.algorithms.training_progress import TrainingProgress
 from nemo_rl.algorithms.validation import ValidationResult
 from nemo_rl.errors import RolloutError
-from nemo_rl.metric_names import find_undocumented
 from nemo_rl.types import EnvStep, FailureClass
 from tests.fakes.environments import Conversation, State
 from tests.fakes.generation import FakeGeneration
+from tests.support.metric_names import find_undocumented
 from tests.unit.algorithms.run_setup import VOCAB_SIZE, Before, Rig, make_config, make_rig
 
 SAVED = ("save", "finish_save")

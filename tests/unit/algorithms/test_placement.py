@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.placement import Placement
-from nemo_rl.metric_names import find_undocumented
+from tests.support.metric_names import find_undocumented
 
 SECONDS = {"sleep": 1.0, "wake": 2.0, "offload": 4.0, "onload": 8.0}
 

@@ -17,8 +17,8 @@ from nemo_rl.config.supervised_runs import SFTRunConfig
 from nemo_rl.data.supervised_samples import SupervisedDataset, SupervisedSample, make_supervised_batch
 from nemo_rl.loss_types import Normalizer, TokenScores
 from nemo_rl.losses.likelihood import NegativeLogLikelihood
-from nemo_rl.metric_names import find_undocumented
 from tests.contracts.policies import SETTINGS
+from tests.support.metric_names import find_undocumented
 from tests.unit.algorithms.supervised_runs import Runs, make_policy
 from tests.unit.policy.tiny import VOCABULARY, saved_model
 

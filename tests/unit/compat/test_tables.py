@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.compat.tables import find_cause, load_rules, load_table, render_tables
+from nemo_rl.compat.tables import find_cause, load_rules, load_table
 from nemo_rl.config.keys import find_schema_node
 from nemo_rl.config.loading import load_config, resolved_yaml
 from nemo_rl.errors import CombinedConfigError, ConfigError
-from nemo_rl.metric_names import find_undocumented
 from nemo_rl.recipes import find_recipe
+from tests.support.metric_names import find_undocumented
 from tests.unit.config.conftest import Load
 
 # What NeMo-RL's base recipe says beyond our schema, in the values with which it asks for nothing that we lack.
@@ -374,15 +374,6 @@ def test_rows_of_the_table_are_sound() -> None:
         assert (rule.cause is not None) == (rule.action in ("note", "refuse")), rule.key
         causes.add(rule.cause)
     assert {find_cause(name) for name in load_table("causes")["causes"]} <= causes | {find_cause("ppo")}
-
-
-PAGE = Path(__file__).parents[3] / "docs" / "from_nemo_rl.md"
-
-
-def test_the_page_of_keys_and_metrics_is_generated() -> None:
-    head, _, tables = PAGE.read_text(encoding="utf-8").partition("a test compares. -->\n")
-    assert tables == "\n" + render_tables()
-    assert head.startswith("# From NeMo-RL")
 
 
 def test_metrics_with_another_name_stand_with_one_that_exists() -> None:

@@ -121,7 +121,7 @@ def test_receiver_whose_sender_does_not_come_names_it():
         join(meeting.port, MEMBERS[2], timeout_s=0.5)
 
 
-@pytest.mark.parametrize("hung", [MEMBERS[1:2], MEMBERS[2:], MEMBERS[1:]])
+@pytest.mark.parametrize("hung", [MEMBERS[1:2], pytest.param(MEMBERS[2:], marks=pytest.mark.slow), MEMBERS[1:]])
 def test_a_member_that_hangs_in_a_broadcast_is_named_with_the_time_and_the_others_are_told(
     hung: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from nemo_rl.errors import ConfigError, UserExitError
 from nemo_rl.experience.cancellation import run_async
 from nemo_rl.observability.user_code_record import UserCodeRecord, UserCodeSeen
 from nemo_rl.types import EnvStep, Failure, FailureClass, Message, ScoreRequest
+from tests.support.quick import quick
 
 CUSTOM = "tests.unit.environments.custom"
 EXIT = "UserExitError: user code raised SystemExit(0), which ends no run"
@@ -57,7 +58,7 @@ def test_exit_of_a_class_fails_the_items_of_its_call(how: str, cause: str) -> No
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["ends", "EndsEnvironment"])
+@pytest.mark.parametrize("name", quick(["ends", "EndsEnvironment"], ["ends"]))
 def test_isolated_code_that_dies_or_blocks_fails_its_own_item(name: str) -> None:
     hows = ["os._exit", "", "abort", "exit", "", "block", ""]
     results = step(read(name, isolated=True, timeout_s=10), hows)

@@ -13,8 +13,8 @@ from nemo_rl.config.master import TrainingRunConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.generation.hf import HFGeneration
 from nemo_rl.launch.training import run_training
-from nemo_rl.metric_names import find_undocumented
 from nemo_rl.quickstart.models import make_tokenizer
+from tests.support.metric_names import find_undocumented
 from tests.unit.launch.conftest import DistillationRecipe, Recipe, plan_of
 from tests.unit.launch.scoring import Counting
 

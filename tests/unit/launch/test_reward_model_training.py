@@ -12,9 +12,9 @@ from nemo_rl.command_line import ExitCode, run_command
 from nemo_rl.environments.scorers.reward_model import RewardModelScorerConfig
 from nemo_rl.environments.scorers.reward_model_replicas import RewardModelScorer
 from nemo_rl.launch.recipe_commands import REWARD_MODEL_JOB
-from nemo_rl.metric_names import find_undocumented
 from nemo_rl.observability import loggers
 from nemo_rl.types import Failure, Message, ResponseFault, ScoreRequest
+from tests.support.metric_names import find_undocumented
 
 QUESTION = "Spell this word backward (example: sun -> nus): ab"
 

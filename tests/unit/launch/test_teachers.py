@@ -14,8 +14,8 @@ from nemo_rl.config.master import DistillationRunConfig
 from nemo_rl.config.policy import TokenizerConfig
 from nemo_rl.errors import ConfigError
 from nemo_rl.launch.training import open_run, run_training
-from nemo_rl.metric_names import find_undocumented
 from nemo_rl.quickstart.models import make_pair_tokenizer
+from tests.support.metric_names import find_undocumented
 
 pytestmark = pytest.mark.usefixtures("process_state")
 Recipe = Callable[..., DistillationRunConfig]

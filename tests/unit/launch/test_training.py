@@ -26,8 +26,9 @@ from nemo_rl.launch.training import (
     tuned_garbage_collection,
 )
 from nemo_rl.losses.make import make_loss
-from nemo_rl.metric_names import find_undocumented, ranking_metrics
+from nemo_rl.metric_names import ranking_metrics
 from nemo_rl.observability import loggers
+from tests.support.metric_names import find_undocumented
 from tests.unit.launch.conftest import Recipe
 from tests.unit.launch.scoring import Closing
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.config.shared_sections import LoggerConfig
-from nemo_rl.metric_names import find_undocumented
 from nemo_rl.observability.gpu_monitor import GpuMonitor, query_gpus, start_gpu_monitor
 from nemo_rl.observability.loggers import make_logger
 from tests.support.kept_spans import kept_spans
+from tests.support.metric_names import find_undocumented
 
 ROWS = "0, 50, 2048, 300.5, 61\\n1, [N/A], [N/A], 90.25, 40\\n"
 QUERY = "index,utilization.gpu,memory.used,power.draw,temperature.gpu"

@@ -19,7 +19,13 @@ LENGTHS = ([9, 5, 12], [7, 7], [20], [8, 2, 2, 2, 9, 3], [3, 4])  # a padded row
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's tracing
-@pytest.mark.parametrize("packing_key", [None, "policy.sequence_packing.enabled"], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    "packing_key",
+    [
+        pytest.param(None, id="padded", marks=pytest.mark.slow),
+        pytest.param("policy.sequence_packing.enabled", id="packed"),
+    ],
+)
 @pytest.mark.parametrize(
     ("name", "backend"),
     quick([*((name, "aot_eager") for name in COMPILED_MODEL_TYPES), ("qwen3", "inductor")], [("qwen3", "aot_eager")]),
