@@ -27,6 +27,7 @@ VISION_FAMILIES = {
     "qwen3_vl": VisionFamily("deepstack", "Qwen3VLProcessor"),
 }
 MAX_BYTES, MAX_PIXELS = 2**26, 2**26  # per image, whatever limits are configured
+MAX_CONVERSATION_IMAGES = 64  # in all turns of a conversation, whatever limits are configured
 
 
 class ImageLimits(Section):
@@ -46,7 +47,7 @@ class ImagesConfig(ImageLimits):
 class GatewayImagesConfig(ImageLimits):
     """Images in requests, as data URLs or base64: those of a whole conversation, which clients repeat."""
 
-    max_count: int = Field(default=64, gt=0, le=64)  # images per request
+    max_count: int = Field(default=64, gt=0, le=MAX_CONVERSATION_IMAGES)  # images per request
     max_total_bytes: int = Field(default=24 * 2**20, gt=0, le=24 * 2**20)  # bytes of all files of a request
     max_total_pixels: int = Field(default=2**27, gt=0, le=2**28)  # pixels of all images of a request
 

@@ -11,18 +11,28 @@ With an engine that samples by the requests' seeds, the three give the same traj
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from nemo_rl.errors import ConfigError
+from nemo_rl.data.vision import EncodedImage
+from nemo_rl.errors import ConfigError, DataError
 from nemo_rl.experience.cancellation import cancel_all, gather_or_cancel
 from nemo_rl.experience.generation_retries import RetryPolicy, generate_with_retries
 from nemo_rl.experience.rollout_dependencies import RolloutDependencies, RolloutOptions
 from nemo_rl.experience.rollout_spans import begin_rollout_span, end_rollout_span
-from nemo_rl.experience.turns import EncodedPrompt, EnvironmentCall, Episode, RolloutJob, TurnRules, encode_prompt
+from nemo_rl.experience.turns import (
+    EncodedPrompt,
+    EnvironmentCall,
+    Episode,
+    RolloutJob,
+    TurnRules,
+    encode_prompt,
+    observation_failure,
+)
 from nemo_rl.tracing import NO_SPAN, AnySpan
-from nemo_rl.types import EnvStep, Failure, GenerationRequest, Trajectory
+from nemo_rl.types import EnvStep, Failure, GenerationRequest, Message, Trajectory
 
 ResultT = TypeVar("ResultT")
 
@@ -38,7 +48,7 @@ async def run_async_multi_turn_rollout(
     run = _SchedulerRun(jobs, dependencies, options)
 
     async def alone(job: RolloutJob) -> Trajectory:
-        rollout = run.start(job)
+        rollout = await run.start(job)
         while rollout.is_live:
             await run.generate([rollout])
             await run.score([rollout])
@@ -60,7 +70,7 @@ async def run_multi_turn_rollout_async_generation(
         await gather_or_cancel(run.generate([rollout]) for rollout in live)
 
     async def run_all_tasks() -> tuple[Trajectory, ...]:
-        rollouts = [run.start(job) for job in jobs]
+        rollouts = [await run.start(job) for job in jobs]
         await gather_or_cancel(
             run.run_turns(task_rollouts, generate_each) for task_rollouts in _group_by_task(rollouts).values()
         )
@@ -79,7 +89,7 @@ async def run_multi_turn_rollout(
     run = _SchedulerRun(jobs, dependencies, options)
 
     async def together() -> tuple[Trajectory, ...]:
-        rollouts = [run.start(job) for job in jobs]
+        rollouts = [await run.start(job) for job in jobs]
         await run.run_turns(rollouts, run.generate)
         return tuple(await gather_or_cancel(rollout.trajectory() for rollout in rollouts))
 
@@ -151,11 +161,16 @@ class _SchedulerRun:
             for span in self._spans:
                 span.end(stop_reason="cancelled")
 
-    def start(self, job: RolloutJob) -> _Rollout:
+    async def start(self, job: RolloutJob) -> _Rollout:
+        held: Sequence[EncodedImage] = ()
+        if id(job.prompt) not in self._prompts:
+            with contextlib.suppress(DataError):  # reported by encode_prompt
+                held = await self._encode_images(job.prompt.messages)
         prompt = self._prompts.get(id(job.prompt))
         if prompt is None:
             prompt = self._prompts[id(job.prompt)] = encode_prompt(job.prompt, self._dependencies.encoder)
         rollout = _Rollout(Episode(job, prompt, self._dependencies.encoder, self._rules))
+        del held
         self._spans.append(rollout.span)
         self._end([rollout])
         return rollout
@@ -197,8 +212,28 @@ class _SchedulerRun:
         results = [each for share in await gather_or_cancel(map(step, shares)) for each in share]
         seconds = time.perf_counter() - started_at
         for (rollout, _), result in zip(waiting, results, strict=True):
-            rollout.episode.apply_env_step(result, seconds=seconds)
+            await self._apply_env_step(rollout, result, seconds)
         self._end([rollout for rollout, _ in waiting])
+
+    async def _apply_env_step(self, rollout: _Rollout, result: EnvStep | Failure, seconds: float) -> None:
+        held: Sequence[EncodedImage] = ()
+        if isinstance(result, EnvStep) and rollout.episode.will_observe(result):
+            try:
+                held = await self._encode_images(result.observation)
+            except DataError as error:
+                result = observation_failure(error)
+        rollout.episode.apply_env_step(result, seconds=seconds)
+        del held
+
+    async def _encode_images(self, messages: Sequence[Message]) -> Sequence[EncodedImage]:
+        """Encode the images of messages in a thread; an episode finds them encoded while the result is held.
+
+        Raises DataError for one that cannot be encoded.
+        """
+        images = [image for message in messages for image in message.images]
+        if not images or (encoder := self._dependencies.encoder.images) is None:
+            return ()
+        return await asyncio.to_thread(lambda: [encoder.encode(image) for image in images])
 
     async def run_turns(
         self, rollouts: Sequence[_Rollout], generate_all: Callable[[Sequence[_Rollout]], Awaitable[None]]

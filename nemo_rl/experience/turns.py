@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nemo_rl.config.images import MAX_CONVERSATION_IMAGES
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
 from nemo_rl.environments.boundary import RESPONSE_TRUNCATED, error_to_failure
 from nemo_rl.environments.states import copy_state
@@ -206,6 +207,10 @@ class Episode:
         else:
             self._observe(observation)
 
+    def will_observe(self, step: EnvStep) -> bool:
+        """Return whether the next response is requested after this answer of the environment, if there is room."""
+        return self._reason_to_stop(step) is None
+
     def fail(self, failure_class: FailureClass, cause: str) -> None:
         """End without a reward; `cause` is one line."""
         self._end(StopReason.FAILED, Failure(failure_class, cause))
@@ -264,6 +269,11 @@ class Episode:
             self._request_response()
 
     def _request_response(self) -> None:
+        images = placed_images(self._message_log)
+        if len(images) > MAX_CONVERSATION_IMAGES:
+            problem = f"the conversation has {len(images)} images, more than {MAX_CONVERSATION_IMAGES}"
+            self.fail(FailureClass.ENVIRONMENT, problem)
+            return
         job, sampling = self.job, self.job.sampling_of(self._rules.sampling)
         max_new_tokens = min(sampling.max_new_tokens, self._rules.max_total_length - len(self._context))
         if max_new_tokens != sampling.max_new_tokens or self._stop_strings != sampling.stop_strings:
@@ -277,7 +287,7 @@ class Episode:
             session_id=session_id,
             messages=tuple(m.message for m in self._message_log) if self._encoder.is_rendered_by_server else (),
             tools=job.prompt.tools if self._encoder.is_rendered_by_server else (),
-            images=placed_images(self._message_log),
+            images=images,
             timeout_s=self._rules.generation_timeout_s,
             weight_version=None if self._weight_versions is None else self._weight_versions[1],
             policy=self._policy,
@@ -295,7 +305,7 @@ class Episode:
         try:
             bridge = self._encode_turn(observation)
         except Exception as error:  # a chat template may raise anything about a message that it does not expect  # noqa: BLE001
-            self._end(StopReason.FAILED, error_to_failure(error, prefix="an observation cannot be encoded"))
+            self._end(StopReason.FAILED, observation_failure(error))
             return
         room = self._rules.max_total_length - len(self._context) - len(self._response)
         if sum(len(m.token_ids) for m in bridge) >= room:
@@ -336,6 +346,11 @@ def _sum_of(rewards: Mapping[str, float], own: Mapping[str, float]) -> dict[str,
     total = dict(rewards)
     _add_rewards(total, own)
     return total
+
+
+def observation_failure(error: Exception) -> Failure:
+    """Return the failure of a rollout whose environment answers with what cannot be encoded."""
+    return error_to_failure(error, prefix="an observation cannot be encoded")
 
 
 def truncated_failure(task: str) -> Failure:

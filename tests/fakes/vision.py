@@ -122,5 +122,6 @@ def _make_qwen(kind: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
         parts: dict[str, Any] = {"vision_config": vision, "text_config": text | {"rope_parameters": rope}, **tokens}
         return tf.Qwen2_5_VLForConditionalGeneration(tf.Qwen2_5_VLConfig(**parts))
     vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-    parts = {"vision_config": vision, "text_config": text | {"rope_parameters": rope | {"mrope_interleaved": True}}}
-    return tf.Qwen3VLForConditionalGeneration(tf.Qwen3VLConfig(**parts, **tokens))
+    text = text | {"rope_parameters": rope | {"mrope_interleaved": True}}
+    parts = {"vision_config": vision, "text_config": text, **tokens}
+    return tf.Qwen3VLForConditionalGeneration(tf.Qwen3VLConfig(**parts))

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 import transformers
 
-from nemo_rl.config.images import VISION_FAMILIES
+from nemo_rl.config.images import MAX_CONVERSATION_IMAGES, VISION_FAMILIES
 from nemo_rl.data.vision import image_only
 from nemo_rl.image_features import ImageFeatures, PlacedImage
 
-MAX_IMAGES = 64  # per prompt; vLLM reserves nothing for them
 ARGUMENTS: dict[str, Any] = {
     "mm_device_do_normalize": False,  # else Qwen's classes normalize pixels once more
     "skip_mm_profiling": True,
@@ -30,7 +29,10 @@ ARGUMENTS: dict[str, Any] = {
 
 def vision_arguments(model_type: str) -> dict[str, Any]:
     """Return the arguments of vLLM's AsyncEngineArgs for a model that sees."""
-    limits = {"image": MAX_IMAGES, **({} if VISION_FAMILIES[model_type].tower == "tiles" else {"video": 0})}
+    limits = {
+        "image": MAX_CONVERSATION_IMAGES,
+        **({} if VISION_FAMILIES[model_type].tower == "tiles" else {"video": 0}),
+    }
     return {**ARGUMENTS, "limit_mm_per_prompt": limits}
 
 

@@ -171,7 +171,7 @@ def test_preferences_over_pictures_have_the_loss_and_gradients_of_transformers(
     truth = load_model(str(path), {}).eval()
     with torch.no_grad():
         for module in (own.model, truth):
-            module.get_output_embeddings().weight.mul_(1.1)
+            module.get_submodule("lm_head").get_parameter("weight").mul_(1.1)
         batch[keys.REFERENCE_LOGPROBS] = score(reference, batch)
     normalizer, total, loss_fn = (
         count_valid(batch, torch.arange(len(batch))),

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from PIL import Image
 
 from nemo_rl import batch as keys
 from nemo_rl.data.chat import ChatEncoder, flat_token_ids
-from nemo_rl.data.vision import ImageEncoder
+from nemo_rl.data.vision import EncodedImage, ImageEncoder
 from nemo_rl.experience.assembly import assemble_batch
 from nemo_rl.experience.rollout_dependencies import RolloutLimits, RolloutOptions
 from nemo_rl.experience.rollouts import (
@@ -81,7 +82,9 @@ class EndingEngine(FakeGeneration):
         return Completion(request.request_id, ids, (-0.5,) * len(ids), "stop")
 
 
-def rollouts_with(images: ImageEncoder, environment: FakeEnvironment) -> tuple[FakeGeneration, list[list[Trajectory]]]:
+def rollouts_with(
+    images: ImageEncoder, environment: FakeEnvironment, limits: RolloutLimits = LIMITS
+) -> tuple[FakeGeneration, list[list[Trajectory]]]:
     """Return the last engine, and what each scheduler makes of two rollouts of a prompt."""
     chat = ChatEncoder(images._processor.tokenizer, images=images)
     options = RolloutOptions(SamplingParams(12, stop_token_ids=chat.stop_token_ids), seed=3)
@@ -89,7 +92,7 @@ def rollouts_with(images: ImageEncoder, environment: FakeEnvironment) -> tuple[F
     made, engine = [], FakeGeneration()
     for scheduler in SCHEDULERS:
         engine = EndingEngine(images.token_id, chat.stop_token_ids[0])
-        setup = dependencies(engine, {"screens": environment}, limits=LIMITS, encoder=chat)
+        setup = dependencies(engine, {"screens": environment}, limits=limits, encoder=chat)
         made.append(list(asyncio.run(scheduler(jobs, setup, options))))
     return engine, made
 
@@ -122,6 +125,35 @@ def test_each_turn_appends_its_screen_and_every_scheduler_agrees(images: ImageEn
     assert not (batch["token_mask"].bool() & (rows >= 0)).any()  # a sampled placeholder is a token like any other
     first = table.starts[[image.digest for image in table.images].index(digests[0])]
     assert torch.equal((rows == first).sum(-1), torch.tensor([2, 2]))  # shown twice in each rollout
+
+
+def test_pictures_are_encoded_outside_of_the_event_loop(images: ImageEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that cannot be encoded."""
+    threads = []
+
+    def process(encoder: ImageEncoder, image: ImagePart, place: str) -> EncodedImage:
+        threads.append(threading.current_thread())
+        return process_image(encoder, image, place)
+
+    process_image = ImageEncoder._process
+    monkeypatch.setattr(ImageEncoder, "_process", process)
+    monkeypatch.setattr("nemo_rl.data.vision.KEPT_BYTES", 1)
+    shown = iter([picture(seed) for seed in range(40, 60)] + [ImagePart("0" * 64, b"GIF89a")])
+    environment = FakeEnvironment(lambda *_: EnvStep((Message("tool", (next(shown),)),), done=False))
+    rollouts_with(images, environment)
+    assert len(threads) > 3
+    assert threading.main_thread() not in threads
+
+
+def test_a_conversation_has_a_bounded_number_of_pictures(images: ImageEncoder) -> None:
+    environment = FakeEnvironment(lambda *_: EnvStep((Message("tool", (SCREENS[1],) * 16),), done=False))
+    limits = RolloutLimits(max_turns=8, max_total_length=10_000)
+    _, (trajectories, *_) = rollouts_with(images, environment, limits)
+    for rollout in trajectories:
+        assert rollout.num_turns == 4
+        assert rollout.failure is not None
+        assert rollout.failure.failure_class is FailureClass.ENVIRONMENT
+        assert rollout.failure.cause == "the conversation has 65 images, more than 64"
 
 
 def test_a_rollout_is_encoded_as_the_models_processor_would(images: ImageEncoder) -> None:
