@@ -5,11 +5,13 @@ same pixels in every sample, turn and engine. Image processors are those by Pill
 differ.
 """
 
+import asyncio
 import hashlib
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -103,6 +105,7 @@ class ImageEncoder:
         self._alive: WeakValueDictionary[str, EncodedImage] = WeakValueDictionary()
         self._lock = threading.Lock()  # of the images above
         self._processing = threading.Lock()  # tokenizers and processors are not safe to use from several threads
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="image-encoder")
         self.mark = str(processor.image_token)  # the text in a rendered conversation that stands for an image
         self.token_id = int(processor.tokenizer.convert_tokens_to_ids(self.mark))
         self.num_encoded = 0  # images that were processed, for tests and logs
@@ -140,6 +143,14 @@ class ImageEncoder:
             encoded = self._process(image, where or f"image {image.digest[:12]}")
             self._keep(image.digest, encoded)
             return encoded
+
+    async def encode_all(self, images: Sequence[ImagePart]) -> list[EncodedImage]:
+        """Encode images in a thread of their own; `encode` finds them for as long as the result is held.
+
+        Raises DataError as `encode` does.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: [self.encode(image) for image in images])
 
     def find(self, digest: str) -> EncodedImage | None:
         """Return an image that is encoded already; never waits for one that is being encoded."""

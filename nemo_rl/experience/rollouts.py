@@ -226,14 +226,11 @@ class _SchedulerRun:
         del held
 
     async def _encode_images(self, messages: Sequence[Message]) -> Sequence[EncodedImage]:
-        """Encode the images of messages in a thread; an episode finds them encoded while the result is held.
-
-        Raises DataError for one that cannot be encoded.
-        """
+        """Encode the images of messages outside of the event loop; as ImageEncoder.encode_all."""
         images = [image for message in messages for image in message.images]
         if not images or (encoder := self._dependencies.encoder.images) is None:
             return ()
-        return await asyncio.to_thread(lambda: [encoder.encode(image) for image in images])
+        return await encoder.encode_all(images)
 
     async def run_turns(
         self, rollouts: Sequence[_Rollout], generate_all: Callable[[Sequence[_Rollout]], Awaitable[None]]
