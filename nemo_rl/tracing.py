@@ -26,6 +26,7 @@ DRIVER = "driver"  # the track of spans without a parent that name none
 ROLLOUT = "rollout"  # span of a rollout
 GENERATION = "generation"  # span of its wait for the engine
 MICRO_BATCH = "micro_batch"  # span of what the policy does with one
+DRIVER_CPU_NS = "driver_cpu_ns"  # attribute of a step's phases: CPU time of the driver's thread within them
 FLUSH_S = 0.5  # between two writes of a trace
 MAX_PENDING = 200_000  # records not yet written; later ones are dropped and counted
 
@@ -180,6 +181,11 @@ def now_ns() -> int:
     return 0 if _tracer is None else _tracer.clock_ns()
 
 
+def thread_cpu_ns() -> int:
+    """Return the CPU time that this thread has used; 0 without a tracer."""
+    return 0 if _tracer is None else _tracer.thread_cpu_ns()
+
+
 def record_counter(name: str, value: float) -> None:
     """Record that a counter has this value from now on."""
     if _tracer is not None:
@@ -236,8 +242,8 @@ class _Track:
 class Tracer:
     """Collects the spans of this process until it is closed, and writes them to `sinks` on a thread of its own.
 
-    A sink that raises is no longer called. At most one tracer is open in a process. `collector` is the address
-    that one of the sinks sends spans to.
+    A sink that raises is no longer called. At most one tracer is open in a process. `thread_cpu_ns` is the clock of the
+    calling thread's CPU time; `collector` is the address that one of the sinks sends spans to.
     """
 
     def __init__(
@@ -245,9 +251,11 @@ class Tracer:
         sinks: Sequence[TraceSink],
         clock_ns: Callable[[], int] = time.monotonic_ns,
         *,
+        thread_cpu_ns: Callable[[], int] = time.thread_time_ns,
         collector: str | None = None,
     ) -> None:
         self.clock_ns = clock_ns
+        self.thread_cpu_ns = thread_cpu_ns
         self.collector = collector
         self.num_dropped = 0  # records that came faster than they could be written
         self.errors: list[tuple[TraceSink, Exception]] = []

@@ -32,7 +32,7 @@ from nemo_rl.durable_files import append_whole
 from nemo_rl.errors import ConfigError
 from nemo_rl.observability.gpu_monitor import GpuMonitor, start_gpu_monitor
 from nemo_rl.observability.lost_records import LostRecords
-from nemo_rl.tracing import span
+from nemo_rl.tracing import DRIVER_CPU_NS, annotate, span, thread_cpu_ns
 
 if TYPE_CHECKING:
     from nemo_rl.interfaces import Logger
@@ -354,7 +354,10 @@ class StepTimer:
             self._on_enter(name)
         try:
             with span(name, **self._attributes):
+                cpu_ns = thread_cpu_ns()
                 yield
+                if self._attributes:
+                    annotate(**{DRIVER_CPU_NS: thread_cpu_ns() - cpu_ns})
         finally:
             phase.open_blocks -= 1
             if phase.open_blocks == 0:

@@ -18,7 +18,7 @@ from nemo_rl.experience.sync_source import SyncSource
 from nemo_rl.generation.router import ReplicatedGeneration
 from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.trace.bubbles import Bubbles, count_bubbles
-from nemo_rl.trace.planned_engine import PlannedEngine, TrainerState
+from nemo_rl.trace.planned_engine import Driver, PlannedEngine, TrainerState
 from nemo_rl.trace.virtual_time import trace_in_virtual_time
 from nemo_rl.trace.workload import ENVIRONMENT, SCORER, PlannedRollout, Workload
 from nemo_rl.types import (
@@ -93,10 +93,11 @@ def _paused_garbage_collection() -> Iterator[None]:
 
 async def _train(workload: Workload, schedule: Schedule, num_steps: int) -> list[int]:
     """Run the steps; return the sampled tokens of each."""
-    trainer = TrainerState()
+    trainer, driver = TrainerState(), Driver(workload.driver_s)
     shapes = _Shapes(workload.groups)
     engines = [
-        PlannedEngine(workload.engine, schedule.max_num_seqs, shapes.size, trainer) for _ in range(schedule.num_engines)
+        PlannedEngine(workload.engine, schedule.max_num_seqs, shapes.size, trainer, driver)
+        for _ in range(schedule.num_engines)
     ]
     source = _open_source(workload, schedule, shapes, engines, num_steps)
     num_tokens = []
@@ -105,6 +106,7 @@ async def _train(workload: Workload, schedule: Schedule, num_steps: int) -> list
         with timer("total_step_time"):
             with timer("generation" if schedule.age is None else "exposed_generation"):
                 groups = (await source.next_groups(number)).groups
+                await driver.turn()  # training begins after the rollouts that began before it
             trajectories = [each for group in groups for each in group.trajectories]
             num_tokens.append(sum(map(shapes.num_tokens, trajectories)))
             with timer("policy_training"):
@@ -124,7 +126,7 @@ async def _compute(
     num_parts = 20 if curve.beside_generation > 1 else 1
     trainer.set(True)
     for _ in range(num_parts):
-        is_slower = any(engine.num_running for engine in trainer.engines)
+        is_slower = any(engine.is_computing for engine in trainer.engines)
         await asyncio.sleep(seconds / num_parts * (curve.beside_generation if is_slower else 1.0))
     trainer.set(False)
 

@@ -17,7 +17,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.launch.model_files import find_shape
 from nemo_rl.policy.memory import UnknownShapeError
 from nemo_rl.recipes import find_recipe
-from nemo_rl.trace.bubbles import count_bubbles
+from nemo_rl.trace.bubbles import NUM_WARM_UP_STEPS, count_bubbles
 from nemo_rl.trace.plan import Planned, plan
 from nemo_rl.trace.planner_keys import MAX_VALUE, PlannerKeys, Values
 from nemo_rl.trace.run_config import read_run_config
@@ -27,6 +27,7 @@ from nemo_rl.trace.workload import Workload, fit_workload
 
 DEFAULT_STEPS = 12
 MAX_PLANS = 256
+MAX_COMPARED_STEPS = 100
 PRESENT = "as it is"  # name of the plan with the run's or the recipe's own values
 DEFAULT_TOKENS = 1000  # tokens per response of a recipe that has not run
 
@@ -70,7 +71,7 @@ def _plan(parsed: argparse.Namespace) -> ExitCode:
         (values, plan(workload, keys.schedule(keys.present | values), num_steps=parsed.steps))
         for values in _combinations(sweep)
     ]
-    measured = [_compare(run, keys, workload, parsed.steps) for run in parsed.against]
+    measured = [_compare(run, keys, workload) for run in parsed.against]
     text = _to_json(rows, measured) if parsed.json else format_plans(rows) + format_comparisons(measured)
     sys.stdout.write(text)
     return ExitCode.DONE
@@ -90,13 +91,14 @@ class Comparison:
         return self.planned_s / self.measured_s - 1
 
 
-def _compare(run: Path, keys: PlannerKeys, workload: Workload, num_steps: int) -> Comparison:
+def _compare(run: Path, keys: PlannerKeys, workload: Workload) -> Comparison:
     """Plan the values of another run; raises ConfigError if it has no trace of a whole step."""
     present, bubbles = keys.present, count_bubbles(Timeline.read(run))
     if bubbles is None:
         raise ConfigError("--against", str(run), "its trace has no whole training step")
     own = PlannerKeys(read_run_config(run)).present
     values = {key: value for key, value in own.items() if key in present and value != present[key]}
+    num_steps = min(bubbles.num_steps + NUM_WARM_UP_STEPS, MAX_COMPARED_STEPS)  # the last ones collect no more rollouts
     planned = plan(workload, keys.schedule(present | values), num_steps=num_steps)
     return Comparison(run.name, values, planned.step_s, bubbles.step_s)
 

@@ -48,9 +48,15 @@ class PlannerKeys:
 
     @property
     def limits(self) -> Limits:
-        """Return the run's limits of concurrency."""
+        """Return the values of the run that its spans do not tell."""
         schedule = self.schedule(self.present)
-        return Limits(schedule.max_num_seqs, schedule.num_engines, schedule.calls)
+        return Limits(
+            schedule.num_prompts * schedule.num_generations,
+            schedule.max_num_seqs,
+            schedule.num_engines,
+            schedule.calls,
+            shares_devices=lookup(self.config, COLOCATED) is not False,
+        )
 
     @property
     def present(self) -> dict[str, int | bool]:

@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,7 +13,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.observability.trace_file import TRACE_FILE, read_trace
 from nemo_rl.trace import intervals
 from nemo_rl.trace.intervals import Interval
-from nemo_rl.tracing import GENERATION, MICRO_BATCH, ROLLOUT, SpanRecord, TraceRecord
+from nemo_rl.tracing import DRIVER_CPU_NS, GENERATION, MICRO_BATCH, ROLLOUT, SpanRecord, TraceRecord
 
 STEP = "total_step_time"
 OTHER_RANK = re.compile(r" rank [1-9]\d*$")  # track of a rank other than 0
@@ -41,6 +41,7 @@ class Step:
     start_ns: int
     end_ns: int
     phases: Mapping[str, Sequence[Interval]]  # phases of the trainer by name
+    driver_cpu_s: Mapping[str, float] = field(default_factory=dict)  # CPU time of the driver's thread by phase
 
     @property
     def seconds(self) -> float:
@@ -77,10 +78,13 @@ class Timeline:
     @classmethod
     def of_spans(cls, spans: Iterable[SpanRecord]) -> "Timeline":
         phases: defaultdict[int, defaultdict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
+        driver_cpu_s: defaultdict[int, Counter[str]] = defaultdict(Counter)
         rollouts, waits, micro_batches = [], defaultdict(list), []
         for span in spans:
             if "step" in span.attributes:
-                phases[int(span.attributes["step"])][span.name].append((span.start_ns, span.end_ns))
+                step = int(span.attributes["step"])
+                phases[step][span.name].append((span.start_ns, span.end_ns))
+                driver_cpu_s[step][span.name] += int(span.attributes.get(DRIVER_CPU_NS, 0)) / 1e9
             elif span.name == ROLLOUT:
                 rollouts.append(span)
             elif span.name == MICRO_BATCH:
@@ -97,7 +101,7 @@ class Timeline:
             for wait in waits.get(rollout.span_id, ())
             if wait.name == GENERATION
         )
-        return cls(list(_make_steps(phases)), rollouts, waits, generation, micro_batches)
+        return cls(list(_make_steps(phases, driver_cpu_s)), rollouts, waits, generation, micro_batches)
 
     def generation_within(self, start_ns: int, end_ns: int) -> list[Interval]:
         """Return the waits of single rollouts for the engine that overlap a window."""
@@ -161,7 +165,9 @@ def _has_step(records: Iterable[TraceRecord]) -> bool:
     return any(each.name == STEP for each in records)
 
 
-def _make_steps(phases: Mapping[int, Mapping[str, Sequence[Interval]]]) -> Iterator[Step]:
+def _make_steps(
+    phases: Mapping[int, Mapping[str, Sequence[Interval]]], driver_cpu_s: Mapping[int, Mapping[str, float]]
+) -> Iterator[Step]:
     """Yield the steps that have ended, in order."""
     previous_end: int | None = None
     for number in sorted(phases):
@@ -170,5 +176,5 @@ def _make_steps(phases: Mapping[int, Mapping[str, Sequence[Interval]]]) -> Itera
             continue
         start, _ = own.pop(STEP)[0]
         end = max(each[1] for phase in phases[number].values() for each in phase)
-        yield Step(number, start if previous_end is None else previous_end, end, own)
+        yield Step(number, start if previous_end is None else previous_end, end, own, driver_cpu_s[number])
         previous_end = end

@@ -4,6 +4,7 @@ import asyncio
 import selectors
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from nemo_rl.trace.timeline import Timeline
@@ -44,7 +45,8 @@ def trace_in_virtual_time(
     records: list[TraceRecord] = []
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         loop = runner.get_loop()
-        with Tracer([_Kept(records), *sinks], clock_ns=lambda: round(loop.time() * 1e9)):
+        clock = partial(Tracer, clock_ns=lambda: round(loop.time() * 1e9), thread_cpu_ns=lambda: 0)
+        with clock([_Kept(records), *sinks]):
             result = runner.run(work)
     return result, Timeline.of_spans(each for each in records if isinstance(each, SpanRecord))
 

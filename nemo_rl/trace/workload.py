@@ -4,7 +4,7 @@ Fitted to the spans of a trace by least squares, so that the planner can run oth
 """
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +22,10 @@ from nemo_rl.tracing import GENERATION, SpanRecord
 
 ENVIRONMENT, SCORER = "environment ", "scorer "  # prefixes of the names of those waits
 AGENTS = ("agent ", "NeMo Gym's ")
+BACKGROUND_COLLECTION = "exposed_generation"  # phase of runs whose rollouts are collected in the background
+MAX_SLOWDOWN = 4.0  # of engine and trainer by each other
+SLOWDOWN_SPREAD = 0.5  # standard deviation of what is expected without a trace that tells
+MAX_FITTED = 20_000  # rows; of more every n-th is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,13 @@ class EngineCurve:
 
     token_s: float
     sequence_s: float
-    request_s: float = 0.0  # per request beside its tokens: prefill, HTTP
-    beside_training_s: float = 0.0  # additional time per token while the policy computes
+    request_s: float = 0.0  # per request beside its tokens and prefill, beside others: HTTP
+    prefill_s: float = 0.0  # per request, meanwhile no other one advances
+    beside_training: float = 1.0  # factor while the policy computes
 
-    def seconds(self, num_running: int, *, is_training: bool) -> float:
-        """Return the seconds of a token."""
-        return self.token_s + num_running * self.sequence_s + (self.beside_training_s if is_training else 0.0)
+    def seconds(self, num_running: int) -> float:
+        """Return the seconds of a token while the policy does not compute."""
+        return self.token_s + num_running * self.sequence_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +84,19 @@ class Workload:
     engine: EngineCurve
     trainer: TrainerCurve
     phases_s: Mapping[str, float]  # other phases of a step than training and collection, by name
+    driver_s: float = 0.0  # time of the driver's event loop per request
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of concurrency of the traced run."""
+    """Values of the traced run that its spans do not tell."""
 
+    num_rollouts: int  # trained per step
     num_sequences: int  # per engine
     num_engines: int
     # concurrent calls of an environment or scorer, by the name of its wait; absent: any number
     calls: Mapping[str, int]
+    shares_devices: bool = False  # whether engine and trainer compute on the same devices
 
 
 def fit_workload(timeline: Timeline, limits: Limits) -> Workload:
@@ -102,13 +110,14 @@ def fit_workload(timeline: Timeline, limits: Limits) -> Workload:
     ]
     if not rollouts:
         raise ValueError("its trace has no training step with rollouts")
-    training = [phase for step in steps for name in POLICY_PHASES for phase in step.phases.get(name, ())]
     service = _service_shares(timeline, rollouts, limits)
+    served = _serve(timeline, limits.num_sequences * limits.num_engines)
     return Workload(
         list(_groups(timeline, rollouts, service)),
-        _fit_engine(timeline, rollouts, intervals.union(training), limits),
-        _fit_trainer(timeline, steps, rollouts),
+        _fit_engine(served, steps, limits),
+        _fit_trainer(timeline, steps, rollouts, served, limits),
         _other_phases(steps),
+        _driver_seconds(timeline, steps, rollouts),
     )
 
 
@@ -157,26 +166,28 @@ def _groups(
 
 
 def _plan(timeline: Timeline, rollout: SpanRecord, service: Mapping[str, float]) -> PlannedRollout:
-    """Return a rollout's size; tokens that no call tells are divided among its turns by their time."""
+    """Return a rollout's size."""
     generation = _generation(timeline, rollout)
-    seconds = [_seconds([wait]) for wait in generation] or [0.0]
     environment = [_seconds([wait]) * service.get(wait.name, 1.0) for wait in _waits(timeline, rollout, ENVIRONMENT)]
     if agents := _waits(timeline, rollout, AGENTS):
         *before, last = _agent_seconds(agents[0].start_ns, agents[-1].end_ns, generation)
         environment = [*before, last + sum(environment)]
-    environment += [0.0] * (len(seconds) - len(environment))
-    if generation and all("num_sampled_tokens" in wait.attributes for wait in generation):
-        sampled = [int(wait.attributes["num_sampled_tokens"]) for wait in generation]
-    else:
-        total = sum(seconds)
-        sampled = [round(_tokens(rollout) * (each / total if total else 1 / len(seconds))) for each in seconds]
-    tokens = [max(count, 1) for count in sampled]
+    environment += [0.0] * (len(generation) - len(environment))
+    tokens = _tokens_of_calls(rollout, generation) or [max(_tokens(rollout), 1)]
     scores = {
         wait.name.removeprefix(SCORER): _seconds([wait]) * service.get(wait.name, 1.0)
         for wait in _waits(timeline, rollout, SCORER)
     }
     turns = tuple(PlannedTurn(*each) for each in zip(tokens, environment, strict=False))
     return PlannedRollout(str(rollout.attributes.get("env")), turns, scores)
+
+
+def _tokens_of_calls(rollout: SpanRecord, calls: Sequence[SpanRecord]) -> list[int]:
+    """Return the tokens of each call of the model, at least 1; by the calls' times if they do not tell."""
+    if all("num_sampled_tokens" in call.attributes for call in calls):
+        return [max(int(call.attributes["num_sampled_tokens"]), 1) for call in calls]
+    total = _seconds(calls)
+    return [max(round(_tokens(rollout) * (_seconds([call]) / total if total else 1 / len(calls))), 1) for call in calls]
 
 
 def _agent_seconds(start_ns: int, end_ns: int, calls: Sequence[SpanRecord]) -> list[float]:
@@ -189,67 +200,147 @@ def _agent_seconds(start_ns: int, end_ns: int, calls: Sequence[SpanRecord]) -> l
     return [*after[:-1], after[-1] + first] if after else [first]
 
 
-def _served(timeline: Timeline, num_places: int) -> dict[int, Interval]:
-    """Return, by span id, when each request was sampled: from its prefill on, if the engine has told its phases.
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """The time in which an engine computed a request."""
+
+    start_ns: int
+    prefilled_ns: int  # the end of its prefill; its start if the engine has told no phases
+    end_ns: int
+    num_tokens: int
+
+    @property
+    def has_phases(self) -> bool:
+        return self.prefilled_ns > self.start_ns
+
+    @property
+    def parts(self) -> tuple[tuple[int, int, int], ...]:
+        """Return the starts, the ends and the tokens of prefill, which samples the first one, and decode."""
+        if not self.has_phases:
+            return ((self.start_ns, self.end_ns, self.num_tokens),)
+        return (self.start_ns, self.prefilled_ns, 1), (self.prefilled_ns, self.end_ns, self.num_tokens - 1)
+
+
+def _serve(timeline: Timeline, num_places: int) -> list[_Served]:
+    """Return when each request was computed: from its prefill on, if the engine has told its phases.
 
     Else the engine begins with the one that has waited longest.
     """
-    waits = [wait for rollout in timeline.rollouts for wait in _generation(timeline, rollout)]
-    ends: list[int] = []  # ends of the rollouts that are being sampled
-    served = {}
-    for wait in sorted(waits, key=lambda wait: (wait.start_ns, wait.lane)):
-        prefill = next((each for each in timeline.waits.get(wait.span_id, ()) if each.name == "prefill"), None)
-        if prefill is not None:
-            served[wait.span_id] = prefill.start_ns, wait.end_ns
+    calls = [(rollout, _generation(timeline, rollout)) for rollout in timeline.rollouts]
+    waits = [pair for rollout, own in calls for pair in zip(own, _tokens_of_calls(rollout, own), strict=True)]
+    ends: list[int] = []  # ends of the requests that are being computed
+    served = []
+    for wait, tokens in sorted(waits, key=lambda each: (each[0].start_ns, each[0].lane)):
+        phases = {each.name: each for each in timeline.waits.get(wait.span_id, ())}
+        if "prefill" in phases:
+            start_ns, end_ns = phases["prefill"].start_ns, phases["prefill"].end_ns
+            served.append(_Served(start_ns, end_ns, phases["decode"].end_ns if "decode" in phases else end_ns, tokens))
             continue
         start_ns = wait.start_ns
         if len(ends) == num_places:
             start_ns = max(start_ns, heapq.heappop(ends))
         heapq.heappush(ends, wait.end_ns)
-        served[wait.span_id] = min(start_ns, wait.end_ns), wait.end_ns
+        start_ns = min(start_ns, wait.end_ns)
+        served.append(_Served(start_ns, start_ns, wait.end_ns, tokens))
     return served
 
 
-def _fit_engine(
-    timeline: Timeline, rollouts: Sequence[SpanRecord], training: Sequence[Interval], limits: Limits
-) -> EngineCurve:
-    """Fit the time of requests without their queue: by tokens, by sequences beside them, and by requests."""
-    served = _served(timeline, limits.num_sequences * limits.num_engines)
-    running, policy = _Area(intervals.open_counts(served.values())), _Area(intervals.open_counts(training))
-    rows, seconds = [], []
-    for rollout in rollouts:
-        requests = [served[wait.span_id] for wait in _generation(timeline, rollout)]
-        duration_ns = max(intervals.total(requests), 1)
-        beside = sum(running.over(*each) for each in requests) / duration_ns / limits.num_engines
-        trained = sum(policy.over(*each) for each in requests) / duration_ns
-        rows.append([_tokens(rollout), _tokens(rollout) * beside, len(requests), _tokens(rollout) * trained])
-        seconds.append(duration_ns / 1e9)
-    return EngineCurve(*_non_negative_least_squares(rows, seconds))
+def _training(steps: Sequence[Step]) -> list[Interval]:
+    return intervals.union(phase for step in steps for name in POLICY_PHASES for phase in step.phases.get(name, ()))
 
 
-def _fit_trainer(timeline: Timeline, steps: Sequence[Step], rollouts: Sequence[SpanRecord]) -> TrainerCurve:
+def _fit_engine(served: Sequence[_Served], steps: Sequence[Step], limits: Limits) -> EngineCurve:
+    """Fit the time of requests without their queue: by tokens, by sequences beside them, and by prefills meanwhile.
+
+    If the engine has told no phases, what a request takes beside its tokens delays no other one.
+    """
+    running = _Area(intervals.open_counts((each.start_ns, each.end_ns) for each in served))
+    policy = _Area(intervals.open_counts(_training(steps)))
+    prefills = sorted(each.prefilled_ns for each in served if each.has_phases)
+    rows, seconds, shares = [], [], []
+    for request in served:
+        if not steps[0].start_ns < request.end_ns <= steps[-1].end_ns:
+            continue
+        for start_ns, end_ns, tokens in request.parts:
+            duration_ns = max(end_ns - start_ns, 1)
+            num_prefills = (bisect_right(prefills, end_ns) - bisect_right(prefills, start_ns)) / limits.num_engines
+            beside = running.over(start_ns, end_ns) / duration_ns / limits.num_engines
+            rows.append([tokens, tokens * beside, 0.0 if request.has_phases else 1.0, num_prefills])
+            seconds.append(duration_ns / 1e9)
+            shares.append(policy.over(start_ns, end_ns) / duration_ns)
+    if not rows:
+        return EngineCurve(0.0, 0.0)
+    coefficients, slowdown = _fit_with_slowdown(rows, seconds, shares, len(steps), limits)
+    return EngineCurve(*coefficients, slowdown)
+
+
+def _fit_trainer(
+    timeline: Timeline,
+    steps: Sequence[Step],
+    rollouts: Sequence[SpanRecord],
+    served: Sequence[_Served],
+    limits: Limits,
+) -> TrainerCurve:
     """Fit the policy's time: from its micro-batches if they are traced, else by sampled tokens alone."""
-    num_tokens = sum(map(_tokens, rollouts))
+    tokens_per_step = sum(map(_tokens, rollouts)) / len(rollouts) * limits.num_rollouts
     policy_s = sum(intervals.total(step.phases.get(name, ())) for step in steps for name in POLICY_PHASES) / 1e9
     window = steps[0].start_ns, steps[-1].end_ns
     parts = [each for each in timeline.micro_batches if window[0] <= each.start_ns < window[1]]
     if not parts:
-        return TrainerCurve(0.0, 0.0, policy_s / num_tokens, 0.0)
-    engine = _Area(intervals.open_counts(intervals.union(timeline.generation)))
-    seconds = [(each.end_ns - each.start_ns) / 1e9 for each in parts]
+        return TrainerCurve(0.0, 0.0, policy_s / len(steps) / tokens_per_step, 0.0)
+    engine = _Area(intervals.open_counts(intervals.union((each.start_ns, each.end_ns) for each in served)))
+    seconds = [max(each.end_ns - each.start_ns, 1) / 1e9 for each in parts]
     tokens = [int(each.attributes["num_tokens"]) for each in parts]
-    beside = [
-        engine.over(each.start_ns, each.end_ns) / 1e9 / max(s, 1e-9) for each, s in zip(parts, seconds, strict=True)
-    ]
-    rows = [[1.0, n, n * share] for n, share in zip(tokens, beside, strict=True)]
-    fixed, per_token, slower = _non_negative_least_squares(rows, seconds)
+    shares = [engine.over(each.start_ns, each.end_ns) / 1e9 / s for each, s in zip(parts, seconds, strict=True)]
+    (fixed, per_token), slowdown = _fit_with_slowdown([[1.0, n] for n in tokens], seconds, shares, len(parts), limits)
+    training = _training(steps)
+    beside = sum(engine.over(*each) for each in training) / max(intervals.total(training), 1)
     return TrainerCurve(
-        max(policy_s - sum(seconds), 0.0) / len(steps),
+        max(policy_s - sum(seconds), 0.0) / len(steps) / (1 + (slowdown - 1) * beside),
         fixed,
-        per_token * sum(tokens) / num_tokens,
-        len(parts) / len(rollouts),
-        1.0 + (slower / per_token if per_token else 0.0),
+        per_token * sum(tokens) / len(steps) / tokens_per_step,
+        len(parts) / len(steps) / limits.num_rollouts,
+        slowdown,
     )
+
+
+def _fit_with_slowdown(
+    rows: Sequence[Sequence[float]],
+    seconds: Sequence[float],
+    shares: Sequence[float],
+    num_observations: int,
+    limits: Limits,
+) -> tuple[list[float], float]:
+    """Return the coefficients of rows and the factor f of: seconds = (1 + (f - 1) * share) * rows * coefficients.
+
+    `share` is how much of its time the other one of engine and trainer computed, too. If shares do not tell the factor,
+    it is 2 on devices that both share, which do no more work for two than for one, and 1 on others. The rows count as
+    `num_observations` independent ones: requests of a batch are slow together.
+    """
+    expected = 2.0 if limits.shares_devices else 1.0
+    share, target = np.array(shares), np.array(seconds)
+    every = -(-len(target) // MAX_FITTED)
+    matrix, share, target = np.array(rows, dtype=np.float64)[::every], share[::every], target[::every]
+    found, errors, factors = [], [], np.linspace(1.0, MAX_SLOWDOWN, 61)
+    for factor in factors:
+        slowed = matrix * (1 + (factor - 1) * share)[:, None]
+        found.append(_non_negative_least_squares(slowed, target))
+        errors.append(np.square(slowed @ found[-1] - target).mean())
+    noise = max(min(errors), 1e-9 * np.square(target).mean())
+    costs = np.array(errors) * num_observations / noise + np.square((factors - expected) / SLOWDOWN_SPREAD)
+    best = int(costs.argmin())
+    return found[best], float(factors[best])
+
+
+def _driver_seconds(timeline: Timeline, steps: Sequence[Step], rollouts: Sequence[SpanRecord]) -> float:
+    """Return the driver's own time per request: the CPU time of its thread while it waits.
+
+    It waits for rollouts and, if they are collected in the background, for the policy.
+    """
+    in_background = any(BACKGROUND_COLLECTION in step.phases for step in steps)
+    phases = (*COLLECTION_PHASES, *(POLICY_PHASES if in_background else ()))
+    seconds = sum(step.driver_cpu_s.get(name, 0.0) for step in steps for name in phases)
+    return seconds / max(sum(len(_generation(timeline, rollout)) for rollout in rollouts), 1)
 
 
 def _other_phases(steps: Sequence[Step]) -> dict[str, float]:

@@ -30,6 +30,8 @@ from nemo_rl.observability.loggers import (
     make_logger,
 )
 from nemo_rl.observability.lost_records import LostRecords
+from nemo_rl.tracing import Tracer
+from tests.support.kept_spans import KeptSpans
 
 
 class Recorder:
@@ -373,6 +375,15 @@ def test_blocks_of_a_name_add_up() -> None:
             clock.now += seconds
         clock.now += 10.0
     assert timer.seconds() == {"policy_training": 5.0}
+
+
+def test_spans_of_a_steps_phases_tell_the_threads_cpu_time() -> None:
+    used_ns = iter([1_000, 4_000])
+    kept = KeptSpans()
+    with Tracer([kept], thread_cpu_ns=lambda: next(used_ns)), StepTimer(step=1)("generation"):
+        pass
+    (phase,) = kept.spans
+    assert phase.attributes == {"step": 1, "driver_cpu_ns": 3_000}
 
 
 def test_nested_blocks_are_measured_apart() -> None:
