@@ -91,10 +91,12 @@ def to_file_name(name: str) -> str:
     return PREFIX + name.replace(".default.", ".")
 
 
-def scaled_tensors(tensors: Iterable[tuple[str, torch.Tensor]], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield an adapter's tensors for an engine that adds B A as they are: B is multiplied by the scale."""
+def scaled_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], scale: float, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield an adapter's tensors in `dtype` for an engine that adds B A as they are: B is multiplied by the scale."""
     for name, tensor in tensors:
-        yield name, tensor * scale if name.endswith(B) else tensor
+        yield name, (tensor * scale if name.endswith(B) else tensor).to(dtype)
 
 
 def save_adapter(tensors: Mapping[str, torch.Tensor], config: Any, directory: Path) -> None:

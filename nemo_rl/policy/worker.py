@@ -276,8 +276,7 @@ class PolicyWorker(ScoringWorker[PolicyConfig]):
         """Return the adapter's tensors as `_named_weights` does, under the names of peft's files, B with its scale."""
         if self._adapters is None:
             raise PolicyError(f"{type(self).__name__} trains no adapter")
-        tensors = scaled_tensors(self._adapters.tensors(), self._adapters.scale)
-        return ((name, tensor.to(dtype)) for name, tensor in tensors)
+        return scaled_tensors(self._adapters.tensors(), self._adapters.scale, dtype)
 
     @abstractmethod
     def _load_weights(self, path: Path) -> None:

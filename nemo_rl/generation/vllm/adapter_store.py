@@ -1,12 +1,15 @@
 """The adapters of an engine's worker, in its memory: vLLM 0.32 loads them from files alone. Imports vLLM."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.utils.torch_utils import PIN_MEMORY
 
 from nemo_rl.generation.vllm.adapters import adapter_request
 from nemo_rl.weight_manifests import split_policy_index
@@ -22,6 +25,10 @@ class AdapterStore:
 
     def __init__(self, runner: Any) -> None:
         self._manager = runner.lora_manager
+        self._dtype: torch.dtype = self._manager.lora_config.lora_dtype
+        mapper = getattr(self._manager._adapter_manager.model, "hf_to_vllm_mapper", None)
+        # name of a file -> layer of vLLM's model, and whether it is A; the same names come with every version
+        self._parse = cache(partial(parse_fine_tuned_lora_name, weights_mapper=mapper and mapper.get_rename_mapper()))
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
         self._manager._load_adapter = self._load
 
@@ -31,7 +38,7 @@ class AdapterStore:
         copied: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors:
             index, own = split_policy_index(name)
-            copied.setdefault(number + index, {})[own] = tensor.detach().to("cpu", copy=True)
+            copied.setdefault(number + index, {})[own] = self._copy(tensor)
         for each, own_tensors in copied.items():
             self._keep_one(each, own_tensors)
 
@@ -48,18 +55,17 @@ class AdapterStore:
             self._kept.pop(number)
             self._manager.remove_adapter(number)
 
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        copied = tensor.detach().to("cpu", self._dtype, copy=True)
+        return copied.pin_memory() if PIN_MEMORY else copied
+
     def _load(self, request: LoRARequest) -> LoRAModel:
-        tensors = self._kept[request.lora_int_id]
-        layers = {name.rpartition(".lora_")[0] for name in tensors}
-        rank = next(len(tensor) for name, tensor in tensors.items() if ".lora_A." in name)
-        section = {"r": rank, "lora_alpha": rank, "target_modules": sorted({n.rpartition(".")[2] for n in layers})}
-        mapper = getattr(self._manager._adapter_manager.model, "hf_to_vllm_mapper", None)
-        return LoRAModel.from_lora_tensors(
-            request.lora_int_id,
-            dict(tensors),
-            PEFTHelper.from_dict(section),
-            device="cpu",
-            dtype=self._manager.lora_config.lora_dtype,
-            model_vocab_size=self._manager.vocab_size,
-            weights_mapper=mapper and mapper.get_rename_mapper(),
-        )
+        """Return the layers of a kept adapter: vLLM packs and changes these objects, and leaves the tensors as they
+        are."""
+        parts: dict[str, dict[bool, torch.Tensor]] = {}  # A (True) and B of each layer
+        for name, tensor in self._kept[request.lora_int_id].items():
+            layer, is_a = self._parse(name)
+            parts.setdefault(layer, {})[is_a] = tensor
+        rank = len(next(iter(parts.values()))[True])
+        layers = {name: LoRALayerWeights(name, rank, rank, own[True], own[False]) for name, own in parts.items()}
+        return LoRAModel(request.lora_int_id, rank, layers)

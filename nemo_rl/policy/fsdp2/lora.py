@@ -17,10 +17,19 @@ from transformers import PreTrainedModel
 
 from nemo_rl.errors import PolicyError
 from nemo_rl.policy.adapted_layers import initial_values, make_peft_config, select_adapted_modules
-from nemo_rl.policy.adapter_files import MODEL_A, MODEL_B, read_matching_adapter, save_adapter, to_file_name
+from nemo_rl.policy.adapter_files import (
+    MODEL_A,
+    MODEL_B,
+    PREFIX,
+    A,
+    B,
+    read_matching_adapter,
+    save_adapter,
+    to_file_name,
+)
 from nemo_rl.policy.fsdp2.backend import LoraAdapterConfig
 from nemo_rl.policy.fsdp2.sharding import BASE_LAYER
-from nemo_rl.policy.fsdp2.shards import gather_full_tensor, own_part
+from nemo_rl.policy.fsdp2.shards import gather_full_tensor, own_part, with_own_part
 from nemo_rl.token_columns import ROUTED_EXPERTS
 
 
@@ -44,6 +53,11 @@ class Adapters:
         inject_adapter_in_model(self._config, model)
         self._config.inference_mode = True  # as peft's own files say
         self._layers: list[Any] = [model.get_submodule(name) for name in names]
+        self._linears: dict[str, Any] = {  # each A and B by its name in peft's files
+            f"{PREFIX}{name}{suffix}": part["default"]
+            for name, layer in zip(names, self._layers, strict=True)
+            for suffix, part in ((A, layer.lora_A), (B, layer.lora_B))
+        }
         self.scale = section.alpha / section.dim
         self._initialization = section.lora_A_init
         self.save_merged = section.save_merged
@@ -60,8 +74,7 @@ class Adapters:
 
     def parts(self) -> list[torch.Tensor]:
         """Return the memory of this rank's shards of all A and B."""
-        weights = (part["default"].weight for layer in self._layers for part in (layer.lora_A, layer.lora_B))
-        return [own_part(weight)[1] for weight in weights]
+        return [own_part(linear.weight)[1] for linear in self._linears.values()]
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -76,11 +89,14 @@ class Adapters:
             for layer in self._layers:
                 layer.enable_adapters(True)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the adapters' whole tensors under the names of peft's files; all ranks iterate together."""
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if name.endswith((MODEL_A, MODEL_B)):
-                yield to_file_name(name), gather_full_tensor(tensor.detach())
+    def tensors(self, parts: Sequence[torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adapters' whole tensors under the names of peft's files; all ranks iterate together.
+
+        With `parts` they are those of other values: a rank's shards in the order of `parts()`.
+        """
+        for index, (name, linear) in enumerate(self._linears.items()):
+            weight = linear.weight.detach()
+            yield name, gather_full_tensor(weight if parts is None else with_own_part(weight, parts[index]))
 
     def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
         """Write what `tensors` yielded, in peft's format."""
@@ -122,6 +138,15 @@ class AdapterSets:
         for part, values in zip(in_model, self._beside.pop(name), strict=True):
             part.copy_(values)
         self.selected = name
+
+    def tensors(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the whole tensors of a policy as `Adapters.tensors`; nothing is exchanged for it."""
+        return self._adapters.tensors(self._beside.get(name))
+
+    def parts_beside(self) -> Iterator[torch.Tensor]:
+        """Yield the memory of the sets that the model does not hold."""
+        for parts in self._beside.values():
+            yield from parts
 
     @contextmanager
     def each(self) -> Iterator[Iterator[str]]:

@@ -31,6 +31,15 @@ def own_part(tensor: torch.Tensor) -> tuple[tuple[slice, ...], torch.Tensor]:
     return tuple(slice(o, o + n) for o, n in zip(chunks[0].offsets, chunks[0].sizes, strict=True)), local
 
 
+def with_own_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is sharded like `tensor` and of which this rank has `part`, without a copy."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def num_holders(parameter: nn.Parameter, num_ranks: int) -> int:
     """Return how many of all ranks hold the same shard of a parameter."""
     if not isinstance(parameter, DTensor):

@@ -34,7 +34,7 @@ from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, optimizers, step_report
 from nemo_rl.policy.adapter_files import DIRECTORY as ADAPTER_DIRECTORY
-from nemo_rl.policy.adapter_files import POLICIES_DIRECTORY
+from nemo_rl.policy.adapter_files import POLICIES_DIRECTORY, scaled_tensors
 from nemo_rl.policy.context_parallel import sliced_tokens
 from nemo_rl.policy.expert_routing import ExpertRouting, make_routing
 from nemo_rl.policy.fsdp2 import sharding
@@ -211,13 +211,12 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
         return module, adapters
 
     def _named_adapter(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._sets is None:
+        if self._sets is None or self._adapters is None:
             yield from super()._named_adapter(dtype)
             return
-        with self._sets.each() as names:
-            for index, _ in enumerate(names):
-                for name, tensor in super()._named_adapter(dtype):
-                    yield with_policy_index(name, index), tensor.clone()  # the next set takes its memory
+        for index, policy in enumerate(self._sets.names):
+            for name, tensor in scaled_tensors(self._sets.tensors(policy), self._adapters.scale, dtype):
+                yield with_policy_index(name, index), tensor
 
     def _named_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self._model, dtype, adapter_scale=self._adapters.scale if self._adapters else None)
@@ -275,6 +274,8 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
     def _part_tensors(self, part: OffloadPart) -> Iterator[torch.Tensor]:
         if part == "weights":
             yield from sharding.module_tensors(self.module)
+            if self._sets is not None:
+                yield from self._sets.parts_beside()
         elif part == "optimizer":
             yield from (p.grad for p in self.module.parameters() if p.grad is not None)
             for optimizer in self._optimizers.values() if self._parts else [self._optimizer]:
