@@ -20,6 +20,8 @@ class NamedPolicyConfig(Section):
     """One policy of several: a LoRA adapter with a name, on the base that all of them share."""
 
     trainable: bool = True  # train it on its own rollouts; false: it stays as it starts, without an optimizer
+    # directory of the adapter to start from, in peft's format, or a checkpoint `step_N`; null: a new one, of no effect
+    adapter_path: str | None = None
     optimizer: PolicyOptimizerConfig = PolicyOptimizerConfig.with_defaults()  # where it differs from policy.optimizer
     # its loss, a whole section; null: the run's loss_fn
     loss_fn: Annotated[SerializeAsAny[LossConfig] | None, registries.LOSSES] = None

@@ -16,7 +16,7 @@ from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.environment import ModelScorerConfig
 from nemo_rl.config.kinds import Section
 from nemo_rl.config.layout import Layout
-from nemo_rl.config.master import TrainingRunConfig
+from nemo_rl.config.master import GRPORunConfig, TrainingRunConfig
 from nemo_rl.config.policy import BackendConfig, PolicyConfig, TeacherConfig, resolve_chunk_size
 from nemo_rl.config.supervised_runs import RewardModelRunConfig, SupervisedRunConfig
 from nemo_rl.distributed.devices import Device, device_memory
@@ -482,11 +482,19 @@ def _policy_memory(config: AnyTrainingConfig, layout: Layout, capacity: int) -> 
         recomputes=getattr(section, "activation_checkpointing", False),
         is_offloaded=getattr(section, "cpu_offload", False),
         adapter_dim=section.adapter_dim,
+        **_adapter_counts(config),
         optimizer_bytes=_optimizer_bytes(policy.optimizer.name),
         has_reference=config.needs_reference,
         is_optimizer_whole=reduction_on is not None and not reduction_on(layout.device, model.data).divides_optimizer,
     )
     return _keep_whole(model, section, capacity)
+
+
+def _adapter_counts(config: AnyTrainingConfig) -> dict[str, int]:
+    """Return the numbers of adapters, and of those that are trained, in a run of several policies."""
+    if not isinstance(config, GRPORunConfig) or not config.policies:
+        return {}
+    return {"num_adapters": len(config.policies), "num_trained_adapters": len(config.losses)}
 
 
 def _teacher_memory(key: str, section: TeacherConfig, num_ranks: int, capacity: int) -> RankMemory:

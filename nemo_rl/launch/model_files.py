@@ -6,17 +6,20 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nemo_rl.config.collect import EvalRunConfig, SampledRunConfig
 from nemo_rl.config.environment import ModelScorerConfig
-from nemo_rl.config.master import RolloutRunConfig, TrainingRunConfig
+from nemo_rl.config.master import GRPORunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.policy import TeacherConfig
 from nemo_rl.config.supervised_runs import RewardModelRunConfig, SupervisedRunConfig
 from nemo_rl.distributed.machine import cache_directory
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.policy.memory import ModelShape, UnknownShapeError
 from nemo_rl.weight_sync.adapters import MAX_RANK
+
+if TYPE_CHECKING:
+    from nemo_rl.policy.adapter_files import AdapterDescription
 
 QUICKSTART_MODEL = "nemo_rl/quickstart"  # "-N" after it: made from seed N
 QUICKSTART_EXPERTS = "nemo_rl/quickstart-moe"  # also with "-N"; a mixture of experts
@@ -55,8 +58,7 @@ def check_model_names(config: AnyConfig) -> None:
     is_served = isinstance(config, SampledRunConfig) and config.server.address is not None
     if not is_served:  # a server may give its model any name
         check_model_name("policy.model_name", config.policy.model_name)
-        if isinstance(config, SampledRunConfig):
-            adapter_ranks(config)
+        _check_adapters(config)
         if config.policy.tokenizer.name is not None:
             check_directory("policy.tokenizer.name", config.policy.tokenizer.name)
     if isinstance(config, EvalRunConfig) and config.eval.baseline not in (None, *config.server.adapters):
@@ -74,16 +76,41 @@ def adapter_ranks(config: SampledRunConfig) -> dict[str, int]:
     """Return the ranks of `server.adapters` by name; raises ConfigError for a directory that holds no plain LoRA."""
     ranks = {}
     for name, directory in config.server.adapters.items():
-        from nemo_rl.policy.adapter_files import describe_adapter  # loads torch, which other runs here need not
-
-        try:
-            ranks[name] = describe_adapter(adapter_directory(directory)).rank
-        except CheckpointError as error:
-            raise ConfigError(f"server.adapters.{name}", directory, str(error)) from error
+        key = f"server.adapters.{name}"
+        ranks[name] = _described(key, directory).rank
         if ranks[name] > MAX_RANK:
-            problem = f"its rank is {ranks[name]}, and vLLM's adapters have at most {MAX_RANK}"
-            raise ConfigError(f"server.adapters.{name}", directory, problem)
+            raise ConfigError(key, directory, f"its rank is {ranks[name]}, and vLLM's adapters have at most {MAX_RANK}")
     return ranks
+
+
+def _check_adapters(config: AnyConfig) -> None:
+    if isinstance(config, SampledRunConfig):
+        adapter_ranks(config)
+    elif isinstance(config, GRPORunConfig):
+        _check_starting_adapters(config)
+
+
+def _check_starting_adapters(config: GRPORunConfig) -> None:
+    """Raise ConfigError for the adapter of a policy to start from that is missing, or of another `dim` or `alpha`."""
+    section, policy = config.policy.parallelism.adapter_section, config.policy
+    for name, own in config.policies.items():
+        if own.adapter_path is None or section is None:
+            continue
+        key = f"policies.{name}.adapter_path"
+        found = _described(key, own.adapter_path)
+        if (found.rank, found.alpha) != (section.dim, section.alpha):
+            lora = f"policy.{policy.backend_key}.{policy.parallelism.ADAPTER_KEY}"
+            problem = f"has dim {found.rank} and alpha {found.alpha:g}; {lora} has {section.dim} and {section.alpha}"
+            raise ConfigError(key, own.adapter_path, problem)
+
+
+def _described(key: str, directory: str) -> "AdapterDescription":
+    from nemo_rl.policy.adapter_files import describe_adapter  # loads torch, which other runs here need not
+
+    try:
+        return describe_adapter(adapter_directory(directory))
+    except CheckpointError as error:
+        raise ConfigError(key, directory, str(error)) from error
 
 
 def adapter_directory(name: str) -> Path:

@@ -13,11 +13,13 @@ from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.teacher_stages import Teachers
 from nemo_rl.config.layout import Layout
 from nemo_rl.config.master import DistillationRunConfig, GRPORunConfig, TrainingRunConfig
+from nemo_rl.config.policies import NamedPolicyConfig
 from nemo_rl.config.supervised_runs import SupervisedRunConfig
 from nemo_rl.distributed.vision_towers import sees
 from nemo_rl.generation.engines import AdapterSlots, EngineModel, make_generation
 from nemo_rl.interfaces import Generation, Policy
 from nemo_rl.launch.memory_plan import make_run_memory
+from nemo_rl.launch.model_files import adapter_directory
 from nemo_rl.launch.resolved_model import ResolvedModel
 from nemo_rl.launch.resolved_run import ResolvedRun
 from nemo_rl.launch.teachers import open_teachers
@@ -60,6 +62,15 @@ async def open_policy(
     return await _open_ranks(rank_config, layout, reservation, arguments, log_dir=log_dir, stack=stack)
 
 
+def _several_policies(config: GRPORunConfig) -> dict[str, NamedPolicyConfig]:
+    """Return the table `policies` with the absolute directories of adapters: workers have another working directory."""
+    found = {}
+    for name, section in config.policies.items():
+        path = None if section.adapter_path is None else str(adapter_directory(section.adapter_path).absolute())
+        found[name] = section.model_copy(update={"adapter_path": path})
+    return found
+
+
 async def open_workers(run: ResolvedRun, *, log_dir: Path, stack: AsyncExitStack) -> Workers:
     """Start policy, engines and teachers; takes seconds.
 
@@ -74,7 +85,7 @@ async def open_workers(run: ResolvedRun, *, log_dir: Path, stack: AsyncExitStack
         "num_samples_per_step": config.algorithm.num_samples_per_step,
         "seed": config.seed,
         "tokenizer": run.policy.tokenizer,
-        **({"policies": config.policies} if isinstance(config, GRPORunConfig) and config.policies else {}),
+        **({"policies": _several_policies(config)} if isinstance(config, GRPORunConfig) and config.policies else {}),
     }
     reservation = await _open_cluster(config, layout, stack)
     teachers = await open_teachers(run, reservation, log_dir=log_dir, stack=stack)

@@ -174,6 +174,8 @@ class RankMemory:
     is_optimizer_whole: bool = False  # and whole float32 weights and optimizer state: no distributed optimizer
     is_kept_whole: bool = False  # keep_unsharded: whole weights and gradients for all micro-batches of a step
     adapter_dim: int | None = None
+    num_adapters: int = 1  # of several policies on one base; gradients are those of one of them at a time
+    num_trained_adapters: int = 1  # with an optimizer state each
     optimizer_bytes: int = ADAM_BYTES
     has_reference: bool = False
 
@@ -201,7 +203,7 @@ class RankMemory:
             has_main_weights = self.compute_bytes == 2 and not self.is_frozen
             return self.compute_bytes * own + (4 * self._stepped_parameters if has_main_weights else 0)
         if self.is_frozen or self.adapter_dim is not None:
-            return (self.compute_bytes * own + 4 * self.trained_parameters) // self.data
+            return (self.compute_bytes * own + 4 * self.num_adapters * self.trained_parameters) // self.data
         return 4 * own // self.data
 
     @property
@@ -210,7 +212,7 @@ class RankMemory:
 
     @property
     def optimizer(self) -> int:
-        return self.optimizer_bytes * self._stepped_parameters
+        return self.optimizer_bytes * self._stepped_parameters * self.num_trained_adapters
 
     @property
     def reference(self) -> int:

@@ -1,6 +1,7 @@
 """Several policies, named adapters on one base: trained as if alone, and sampled side by side from one engine."""
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from nemo_rl.config.policies import NamedPolicyConfig
 from nemo_rl.config.policy import PolicyConfig
 from nemo_rl.config.shared_sections import WeightSyncConfig
-from nemo_rl.errors import PolicyError
+from nemo_rl.errors import ConfigError, PolicyError
 from nemo_rl.generation.engines import AdapterSlots, EngineModel
 from nemo_rl.generation.vllm.engine import VllmGeneration
 from nemo_rl.generation.vllm.entry import VllmConfig, VllmGenerationConfig
@@ -89,6 +90,28 @@ def test_policies_go_on_exactly_from_a_checkpoint(layout: str, run: Layouts, tmp
     *_, second, _, resumed_first, resumed = run(layout, "qwen2", ("load", tmp_path), *last, **CONFIG, policies=POLICIES)
     assert (resumed_first, second) == (expected_first, expected_second)
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+def test_a_policy_starts_from_an_adapter(models: dict[str, Path], tmp_path: Path) -> None:
+    def published(**config: Any) -> dict[str, torch.Tensor]:
+        policy = make_policy(SINGLE_RANK, models["qwen2"], **{**CONFIG, **config})
+        try:
+            policy.select("first")
+            policy.train_step(make_batch(LENGTHS, seed=1), WeightedNLL())
+            policy.save(tmp_path / "saved", save_optimizer=False)
+            return policy.run_with_weights(clones, adapter_only=True)
+        finally:
+            policy.close()
+
+    trained = adapter_of(0, published(policies=POLICIES))
+    start = str(shutil.copytree(tmp_path / "saved/adapters/first", tmp_path / "start"))
+    policies = {"first": {}, "second": {"adapter_path": start}, "frozen": {"adapter_path": start, "trainable": False}}
+    found = published(policies=policies)
+    for index in (1, 2):
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in adapter_of(index, found).items())
+    assert adapter_of(0, found).keys() == trained.keys()
+    with pytest.raises(ConfigError, match=r"policies\.second\.adapter_path = .*of other layers"):
+        published(policies=policies, dtensor_cfg={"lora_cfg": {**LORA, "target_modules": ["q_proj"]}})
 
 
 def test_a_frozen_policy_is_not_trained(models: dict[str, Path]) -> None:

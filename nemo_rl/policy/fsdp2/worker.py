@@ -29,7 +29,7 @@ from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_siz
 from nemo_rl.distributed.expert_routers import find_routers
 from nemo_rl.distributed.file_names import FilePart, file_parts, parts_by_tensor
 from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_residual, keep_float32_routers
-from nemo_rl.errors import PolicyError
+from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
 from nemo_rl.policy import hf_model, optimizers, step_report
@@ -125,6 +125,7 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
         if self._policies:
             assert self._adapters is not None  # checked with the configuration
             self._sets = AdapterSets(self._adapters, tuple(self._policies))
+            self._load_starting_adapters(self._adapters, self._sets)
             self._parts = {
                 name: self._make_training_parts(module, section.applied_to(config))
                 for name, section in self._policies.items()
@@ -132,6 +133,16 @@ class FSDP2PolicyWorker(FSDP2ScoringWorker[PolicyConfig], PolicyWorker):
             }
         own = next(iter(self._parts.values())) if self._policies else self._make_training_parts(module, config)
         self._optimizer, self._scheduler, self._trainer = own.optimizer, own.scheduler, own.trainer
+
+    def _load_starting_adapters(self, adapters: Adapters, sets: AdapterSets) -> None:
+        """Load each `adapter_path` of the table; raises ConfigError for an adapter that does not fit the model."""
+        with sets.each() as names:
+            for name in names:
+                if (path := self._policies[name].adapter_path) is not None:
+                    try:
+                        adapters.load(Path(path))
+                    except CheckpointError as error:
+                        raise ConfigError(f"policies.{name}.adapter_path", path, str(error)) from error
 
     def _make_training_parts(self, module: CausalLogprobs, config: PolicyConfig) -> "TrainingParts":
         """Return an optimizer of all trained parameters, with its schedule and trainer."""

@@ -51,9 +51,19 @@ def test_adapters_of_several_policies_go_to_the_engine_alone() -> None:
         choose_adapter_refit(large, make_layout(large, "cpu"))
 
 
+def test_a_frozen_policy_with_an_adapter_of_its_own_leaves_the_reference_to_others() -> None:
+    config = load("policies.start.adapter_path=here", "loss_fn.reference_policy_kl_penalty=0.1")
+    assert config.needs_reference
+    assert config.policies["start"].adapter_path == "here"
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (
+            ("policies.first.adapter_path=here", "loss_fn.reference_policy_kl_penalty=0.1"),
+            r"policies\.first\.adapter_path = 'here': the reference of adapters is their base",
+        ),
         (("+policies.A-b={}",), r"policies\.A-b = 'set': a name has"),
         (("policies.first={trainable: false}", "policies.second={trainable: false}"), "none of them is trained"),
         (("+policies.start.optimizer={kwargs: {lr: 1}}",), r"policies\.start\.optimizer = 'set': policies\.start"),

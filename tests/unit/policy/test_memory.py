@@ -123,6 +123,13 @@ def test_layers_without_experts_are_named() -> None:
         ModelShape.from_config("m", MODEL_CONFIGS["Qwen/Qwen3-30B-A3B"] | {"mlp_only_layers": [0]})
 
 
+def test_adapters_of_several_policies_share_base_and_gradients() -> None:
+    one, trained = RankMemory(shape=SMALL, adapter_dim=8), SMALL.adapter_parameters(8)
+    three = replace(one, num_adapters=3, num_trained_adapters=2)
+    assert three.weights - one.weights == 2 * 4 * trained
+    assert (three.gradients, three.optimizer) == (one.gradients, 2 * one.optimizer)
+
+
 def test_adapters_alone_have_gradients_and_optimizer_state() -> None:
     model = RankMemory(shape=SMALL, adapter_dim=8, has_reference=True)
     trained = SMALL.adapter_parameters(8)
