@@ -1,7 +1,7 @@
 """Run directories with checkpoints of the quickstart's model, as runs of the quickstart write them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,22 @@ def write_lora_run(directory: Path, accuracies: Mapping[int, float]) -> Path:
     return _write(directory, accuracies, save, f"policy.model_name={base}")
 
 
+def write_policies_run(directory: Path, steps: Sequence[int]) -> Path:
+    """Return the directory of a run of the recipe `self_play` with adapters of its policies, of which `start` has none
+    of effect, on the model in `directory`/base."""
+    base = _save_model(directory.parent / "base", 1)
+
+    def save(step: int, policy: Path) -> None:
+        for index, name in enumerate(("first", "second", "start")):
+            torch.manual_seed(10 * step + index)
+            config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", init_lora_weights=name == "start")
+            model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+            model.save_pretrained(policy / "adapters" / name)
+        make_tokenizer().save_pretrained(policy / "tokenizer")
+
+    return _write(directory, dict.fromkeys(steps, 0.5), save, f"policy.model_name={base}", recipe="self_play")
+
+
 def _save_model(directory: Path, seed: int) -> Path:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, student(seed))
@@ -46,8 +62,14 @@ def _save_model(directory: Path, seed: int) -> Path:
     return directory
 
 
-def _write(directory: Path, accuracies: Mapping[int, float], save: Callable[[int, Path], Any], *overrides: str) -> Path:
-    config = resolved_yaml(load_config(find_recipe("quickstart"), [f"logger.log_dir={directory.parent}", *overrides]))
+def _write(
+    directory: Path,
+    accuracies: Mapping[int, float],
+    save: Callable[[int, Path], Any],
+    *overrides: str,
+    recipe: str = "quickstart",
+) -> Path:
+    config = resolved_yaml(load_config(find_recipe(recipe), [f"logger.log_dir={directory.parent}", *overrides]))
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(config)
     store = CheckpointStore(CheckpointingConfig(metric_name="val:reward"), directory / "checkpoints")

@@ -91,6 +91,14 @@ class SampledRunConfig(RolloutRunConfig):
         return f"{name}/{self.server.model}" if self.server.adapters else name
 
     @property
+    def policy_table(self) -> tuple[str, tuple[str, ...]]:
+        return "server.adapters", tuple(self.server.adapters)
+
+    @property
+    def speakers(self) -> dict[str, tuple[str, ...]]:
+        return {name: tuple(section.policies) for name, section in self.env.items() if section.policies}
+
+    @property
     def engine(self) -> GenerationConfig:
         """Return the engine that is started, as training recipes describe one; raises ConfigError if it cannot be."""
         section: type[GenerationConfig] = ENGINES.section(self.server.backend, key="server.backend")  # type: ignore[assignment]
@@ -274,6 +282,11 @@ def check_evaluation(config: EvalRunConfig) -> None:
         itself, key = str(config.server.model), "server.model"
     if own.baseline == itself:
         raise ConfigError("eval.baseline", own.baseline, f"is the model itself ({key})")
+    if own.baseline is not None and config.speakers:
+        problem = (
+            f"env.{next(iter(config.speakers))}.policies names the adapters that play, so a game has no other model"
+        )
+        raise ConfigError("eval.baseline", own.baseline, f"{problem}; allowed: null, or an evaluation of each")
     if own.baseline is not None and config.server.address is not None:
         problem = "a server has one model: evaluate each by itself, then `nemo-rl profile DIR --compare DIR`"
         raise ConfigError("eval.baseline", own.baseline, problem)

@@ -43,8 +43,8 @@ class EnvironmentConfig(Section):
     isolated: bool = False  # run it in processes, which are replaced when they die or exceed `timeout_s`
     sandboxed: bool = False  # isolated, and able to compute alone: no files, network, secrets, processes or threads
     isolated_workers: Processes = 2  # processes, each with a copy
-    # names in `policies` of those that speak in its rollouts, that of the first response first; empty: the first of the
-    # table alone
+    # names in `policies`, in a collection in `server.adapters`, of those that speak in its rollouts, that of the first
+    # response first; empty: the first of the table alone, in a collection the sampled model
     policies: list[str] = Field(default_factory=list)
     scorers: list[str] = Field(default_factory=list)  # entries of `scorers` whose scores are added at the end
     # reward of a rollout that a limit cuts off before its environment gave any; null: none, and no place in a baseline

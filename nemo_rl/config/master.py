@@ -211,6 +211,11 @@ class RolloutRunConfig(Section):
         return {name: section for name, section in self.env.items() if isinstance(section, RolloutRunnerConfig)}
 
     @property
+    def policy_table(self) -> tuple[str, tuple[str, ...]]:
+        """Return the key whose names `env.<task>.policies` may hold, and these names."""
+        return "policies", ()
+
+    @property
     def speakers(self) -> dict[str, tuple[str, ...]]:
         """Return the policies that speak in the rollouts of each task; empty in a run of one policy."""
         return {}
@@ -320,6 +325,10 @@ class GRPORunConfig(TrainingRunConfig):
     @property
     def policy_names(self) -> tuple[str, ...]:
         return tuple(self.policies) or ("",)
+
+    @property
+    def policy_table(self) -> tuple[str, tuple[str, ...]]:
+        return "policies", tuple(self.policies)
 
     @property
     def speakers(self) -> dict[str, tuple[str, ...]]:

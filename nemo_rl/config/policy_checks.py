@@ -25,22 +25,32 @@ def check_policies(config: GRPORunConfig) -> None:
         if not section.trainable and (section.optimizer.kwargs or section.loss_fn is not None):
             key = "optimizer" if section.optimizer.kwargs else "loss_fn"
             raise ConfigError(f"{KEY}.{name}.{key}", "set", f"{KEY}.{name}.trainable is false; allowed: neither")
+        if section.trainable and section.adapter_path is not None and config.needs_reference:
+            problem = "the reference of adapters is their base, from which this policy does not start"
+            allowed = "null, or a run without a reference (reference_policy_kl_penalty)"
+            raise ConfigError(f"{KEY}.{name}.adapter_path", section.adapter_path, f"{problem}; allowed: {allowed}")
     for check in (_check_adapters, _check_engine, _check_algorithm, _check_rollouts):
         check(config)
 
 
 def check_speakers(config: RolloutRunConfig) -> None:
-    """Raise ConfigError for an environment that names policies which the run does not have."""
-    known = config.policies if isinstance(config, GRPORunConfig) else {}
+    """Raise ConfigError for an environment whose policies the run does not have, or cannot play it."""
+    table, known = config.policy_table
     for name, section in config.env.items():
         if section.policies and not known:
-            problem = f"the run has no table `{KEY}`; allowed: []"
+            problem = f"the run has no table `{table}`; allowed: []"
             raise ConfigError(f"env.{name}.policies", section.policies, problem)
         for policy in section.policies:
             if policy not in known:
-                raise ConfigError(f"env.{name}.policies", policy, f"is not in `{KEY}`", known=list(known))
+                raise ConfigError(f"env.{name}.policies", policy, f"is not in `{table}`", known=list(known))
         if len(set(section.policies)) < len(section.policies):
             raise ConfigError(f"env.{name}.policies", section.policies, "names a policy twice")
+        if section.policies and name in config.runner_sections:
+            problem = "an agent names the models that it calls; allowed: []"
+            raise ConfigError(f"env.{name}.policies", section.policies, problem)
+        if section.scorers and len(section.policies) > 1:
+            problem = f"score a rollout of one policy, and env.{name}.policies has several; allowed: []"
+            raise ConfigError(f"env.{name}.scorers", section.scorers, problem)
 
 
 def check_losses(config: GRPORunConfig, check_entry: Callable[[str, Section], None]) -> None:
@@ -103,7 +113,3 @@ def _check_rollouts(config: GRPORunConfig) -> None:
     for name in config.runner_sections:
         problem = f"agents call the gateway, which samples a single policy, and `{KEY}` has several"
         raise ConfigError(f"env.{name}", "set", f"{problem}; allowed: environments")
-    for name, section in config.env.items():
-        if section.scorers and len(section.policies) > 1:
-            problem = f"score a rollout of one policy, and env.{name}.policies has several; allowed: []"
-            raise ConfigError(f"env.{name}.scorers", section.scorers, problem)

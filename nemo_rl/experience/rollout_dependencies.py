@@ -41,6 +41,8 @@ class RolloutDependencies:
     truncated_rewards: Mapping[str, float | None] = field(default_factory=dict)
     # the policies that speak in the rollouts of a task, in a run of several; that of the first response first
     speakers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # weight versions of policies that an engine holds as versions of one adapter: those of a collection
+    policy_versions: Mapping[str, int] = field(default_factory=dict)
     failure_log: FailureLog = field(default_factory=FailureLog)
     supervision: Supervision = field(init=False)  # each copy made by `replace` has its own
 

@@ -146,6 +146,7 @@ class _SchedulerRun:
             limits.generation_timeout_s,
             dependencies.truncated_rewards,
             dependencies.speakers,
+            dependencies.policy_versions,
         )
         self._retries = RetryPolicy(limits.max_retries, limits.retry_backoff_s)
         self._scoring_tasks: list[asyncio.Task[Trajectory]] = []

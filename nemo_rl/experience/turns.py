@@ -72,6 +72,7 @@ class TurnRules:
     truncated_rewards: Mapping[str, float | None] = field(default_factory=dict)
     # by task: the policies that speak in its rollouts, that of the first response first; empty: a run of one policy
     speakers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    policy_versions: Mapping[str, int] = field(default_factory=dict)  # of policies that are versions of one adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +290,15 @@ class Episode:
             tools=job.prompt.tools if self._encoder.is_rendered_by_server else (),
             images=images,
             timeout_s=self._rules.generation_timeout_s,
-            weight_version=None if self._weight_versions is None else self._weight_versions[1],
-            policy=self._policy,
+            **self._requested_policy(),
         )
+
+    def _requested_policy(self) -> dict[str, Any]:
+        """Return the policy that samples the next response, under the weights of the last one unless it has its own."""
+        if (own := self._rules.policy_versions.get(self._policy)) is not None:
+            return {"weight_version": own}
+        version = None if self._weight_versions is None else self._weight_versions[1]
+        return {"weight_version": version, "policy": self._policy}
 
     def _reason_to_stop(self, step: EnvStep) -> StopReason | None:
         if self._response_truncated:

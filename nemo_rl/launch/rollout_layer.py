@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl.config.collect import SampledRunConfig
 from nemo_rl.config.layout import Device, Layout
 from nemo_rl.config.layout_planner import make_reward_model_layout
 from nemo_rl.config.master import RolloutRunConfig
@@ -22,6 +23,7 @@ from nemo_rl.experience.scoring import Scoring, ScoringTurn, WeightedScorer
 from nemo_rl.gateway.codec import Codec
 from nemo_rl.gateway.server import check_gateway
 from nemo_rl.interfaces import Agent, Generation
+from nemo_rl.launch.starting_adapters import adapter_versions
 
 if TYPE_CHECKING:
     from nemo_rl.distributed.cluster import ReservedSlot
@@ -148,4 +150,5 @@ async def open_rollout_dependencies(
         scoring,
         truncated_rewards,
         config.speakers,
+        adapter_versions(config) if isinstance(config, SampledRunConfig) else {},
     )

@@ -46,16 +46,15 @@ def evaluation_recipe(trained: TrainedModel) -> dict[str, Any]:
             "RUN", str(trained.checkpoint.path), "trained on no prompts; expected a run of grpo or distill"
         )
     adapters = {} if trained.has_weights else trained.own_adapters
-    if len(adapters) > 1:
-        problem = f"has several policies ({', '.join(adapters)}), whose environments `eval` cannot play"
-        raise ConfigError("RUN", str(trained.checkpoint.path), f"{problem}; expected a recipe with server.adapters")
     policy, server = _of_schema(trained.policy, SampledModelConfig), _engine(trained.policy["generation"])
     if not adapters:
         policy["model_name"] = str(trained.checkpoint.path)
-    for name, adapter in adapters.items():
-        server |= {"adapters": {name: str(adapter)}, "model": name}
+    else:
+        server |= {"adapters": {name: str(adapter) for name, adapter in adapters.items()}, "model": _first(trained)}
     policy["generation"] = _of_schema(trained.policy["generation"], SamplingConfig) | _validation_sampling(algorithm)
     shared = {name: config[name] for name in ("env", "scorers", "reward_model", "gateway") if name in config}
+    if "env" in shared:
+        shared["env"] = {name: _play_by_adapters(section, trained) for name, section in shared["env"].items()}
     data = _validation_data(config["data"], algorithm)
     return {
         "policy": policy,
@@ -69,6 +68,18 @@ def evaluation_recipe(trained: TrainedModel) -> dict[str, Any]:
             "seed": algorithm["seed"],
         },
     }
+
+
+def _first(trained: TrainedModel) -> str:
+    """Return the name of the adapter that plays environments without `policies`: the only one, or that of the first."""
+    table = trained.config.get("policies")
+    return trained.name_of_policy(next(iter(table))) if table else trained.name
+
+
+def _play_by_adapters(section: Mapping[str, Any], trained: TrainedModel) -> dict[str, Any]:
+    """Return an entry of `env` whose policies have the names of the checkpoint's adapters."""
+    players = section.get("policies") or []
+    return {**section, **({"policies": [trained.name_of_policy(name) for name in players]} if players else {})}
 
 
 def _engine(generation: Mapping[str, Any]) -> dict[str, Any]:

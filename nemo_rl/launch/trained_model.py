@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from nemo_rl.errors import CheckpointError, ConfigError
 METRICS_FILE = "metrics.jsonl"
 WEIGHTS, ADAPTER = "policy/weights", "policy/adapter"  # directories of a checkpoint
 POLICIES = "policy/adapters"  # a directory for each adapter by name, in a checkpoint of several policies
+TOKENIZER = "policy/tokenizer"
+POLICY_OPTION = "--policy"
 CHECKPOINTS = "checkpoints"  # a directory of the run, unless `checkpointing.checkpoint_dir` is set
 
 
@@ -28,6 +30,7 @@ class TrainedModel:
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     run_dir: Path | None  # None: the checkpoint lies elsewhere, so there are no curves
+    policy_name: str = ""  # the one that is meant in a run of several policies; empty: all of them
 
     @property
     def weights(self) -> Path:
@@ -46,7 +49,9 @@ class TrainedModel:
 
     @property
     def adapter(self) -> Path | None:
-        """Return the directory of the adapter, in peft's format; None: all weights were trained."""
+        """Return the directory of the adapter, in peft's format; None: all weights are trained, or several policies."""
+        if self.policy_name:
+            return self.checkpoint.path / POLICIES / self.policy_name
         return _adapter_of(self.checkpoint.path)
 
     @property
@@ -68,15 +73,35 @@ class TrainedModel:
         name = self._name_of(checkpoint)
         if (only := _adapter_of(checkpoint)) is not None:
             return {name: only}
-        return {f"{name}-{path.name}": path for path in sorted((checkpoint / POLICIES).glob("*"))}
+        found = sorted((checkpoint / POLICIES).glob(self.policy_name or "*"))
+        return {f"{name}-{path.name}": path for path in found}
 
     @property
     def name(self) -> str:
-        """Return a name for people and servers: run and step.
+        """Return a name for people and servers: run and step, and the policy if one of several is meant.
 
         Example: `runs/exp_001/checkpoints/step_150` is "exp_001-step_150".
         """
-        return self._name_of(self.checkpoint.path)
+        return self.name_of_policy(self.policy_name) if self.policy_name else self._name_of(self.checkpoint.path)
+
+    def name_of_policy(self, policy: str) -> str:
+        """Return the name of the adapter of one of several policies, as in `own_adapters`."""
+        return f"{self._name_of(self.checkpoint.path)}-{policy}"
+
+    def of_policy(self, name: str | None) -> "TrainedModel":
+        """Return the model of one of several policies, or of the only one (None).
+
+        Raises ConfigError if there is no policy of that name, or none is named and there are several.
+        """
+        known = [path.name for path in sorted((self.checkpoint.path / POLICIES).glob("*"))]
+        if name is None and not known:
+            return self
+        if name not in known:
+            problem = (
+                "the run has several policies: choose one" if known else "the run has a single policy; allowed: none"
+            )
+            raise ConfigError(POLICY_OPTION, name, problem, known=known)
+        return replace(self, policy_name=name)
 
     def _name_of(self, checkpoint: Path) -> str:
         place = self.run_dir or self.checkpoint.path.parent
@@ -98,6 +123,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the checkpoint of step N; default: the best, by checkpointing.metric_name",
     )
+
+
+def add_policy_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the argument by which `chosen_policy` differs from `chosen_model`."""
+    parser.add_argument(POLICY_OPTION, metavar="NAME", help="the one to take of a run of several policies")
+
+
+def chosen_policy(parsed: argparse.Namespace) -> TrainedModel:
+    """Return the model that the command line names, of a run of several policies that of one; raises as the others."""
+    return chosen_model(parsed).of_policy(parsed.policy)
 
 
 def chosen_model(parsed: argparse.Namespace) -> TrainedModel:

@@ -20,7 +20,7 @@ from nemo_rl.command_line import Command, ExitCode
 from nemo_rl.distributed.machine import unused_port
 from nemo_rl.environments.nemo_gym import supervisor
 from nemo_rl.errors import ConfigError, GenerationError
-from nemo_rl.launch.trained_model import TrainedModel, add_model_arguments, chosen_model
+from nemo_rl.launch.trained_model import TrainedModel, add_model_arguments, add_policy_argument, chosen_policy
 from nemo_rl.trained.serve_command import server_command, server_environment
 
 END_S = supervisor.INTERRUPT_GRACE_S + supervisor.KILL_TIMEOUT_S + 10.0  # time for the supervisor to end
@@ -173,6 +173,7 @@ def _read_line(prompt: str) -> str | None:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    add_policy_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument("--temperature", type=float, help="default: the run's; 0: the likeliest answer")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of an answer; default: the run's max_new_tokens")
@@ -195,7 +196,7 @@ def _sampling(trained: TrainedModel, parsed: argparse.Namespace) -> dict[str, fl
 
 
 def _chat(parsed: argparse.Namespace) -> ExitCode:
-    trained = chosen_model(parsed)
+    trained = chosen_policy(parsed)
     sampling = _sampling(trained, parsed)
     is_terminal = sys.stdin.isatty()
     if is_terminal:

@@ -1,4 +1,7 @@
-"""`nemo-rl export`: the model of a run as a Hugging Face directory with a model card, to use, keep or publish."""
+"""`nemo-rl export`: the model of a run as a Hugging Face directory with a model card, to use, keep or publish.
+
+Of a checkpoint that has an adapter alone it is a directory in peft's format.
+"""
 
 import argparse
 import json
@@ -13,7 +16,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from nemo_rl.command_line import Command, ExitCode, path_argument
 from nemo_rl.durable_files import complete_or_absent
 from nemo_rl.errors import ConfigError
-from nemo_rl.launch.trained_model import TrainedModel, add_model_arguments, chosen_model
+from nemo_rl.launch.trained_model import (
+    TOKENIZER,
+    TrainedModel,
+    add_model_arguments,
+    add_policy_argument,
+    chosen_policy,
+)
 from nemo_rl.observability.console import check_writable, configure_logging
 from nemo_rl.trained.model_card import CARD_FILE, RECIPE_FILE, format_card, format_recipe
 
@@ -22,7 +31,8 @@ CONFIG_JSON = "config.json"
 
 
 def export(trained: TrainedModel, directory: Path, *, dtype: str | None = None) -> Path:
-    """Write weights, tokenizer, recipe and model card to a new directory, which is complete or absent; return it.
+    """Write the weights, or the adapter if the checkpoint has no others, with tokenizer, recipe and model card to a new
+    directory, which is complete or absent; return it.
 
     `dtype` (None: the run's `policy.precision`) is that of the floating-point tensors; checkpoints hold float32.
 
@@ -34,22 +44,32 @@ def export(trained: TrainedModel, directory: Path, *, dtype: str | None = None) 
         raise ConfigError("--to", str(directory), "exists already; expected a directory that can be created")
     wanted = dtype or str(trained.policy.get("precision", "float32"))
     with complete_or_absent(directory) as draft:
-        for file in sorted(file for file in trained.weights.iterdir() if file.is_file() and not file.is_symlink()):
+        for file in _model_files(trained):
             if file.suffix == ".safetensors":
                 _convert_file(file, draft / file.name, DTYPES[wanted])
             else:
                 shutil.copy(file, draft / file.name)
-        _describe_tensors(draft, wanted)
+        if trained.has_weights:
+            _describe_tensors(draft, wanted)
         (draft / RECIPE_FILE).write_text(format_recipe(trained), encoding="utf-8")
         (draft / CARD_FILE).write_text(format_card(trained, directory.name), encoding="utf-8")
     return directory
+
+
+def _model_files(trained: TrainedModel) -> list[Path]:
+    """Return the files of weights and tokenizer; raises CheckpointError if there are none."""
+    adapter = None if trained.has_weights else trained.adapter
+    directories = [trained.weights] if adapter is None else [adapter, trained.checkpoint.path / TOKENIZER]
+    found = (file for directory in directories for file in directory.glob("*"))
+    return sorted(file for file in found if file.is_file() and not file.is_symlink())
 
 
 def _convert_file(source: Path, target: Path, dtype: torch.dtype) -> None:
     tensors = load_file(source)
     converted = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     save_file(converted, target, metadata={"format": "pt"})
-    shutil.copymode(source.parent / CONFIG_JSON, target)  # safetensors writes files that only their owner can read
+    readable = next(source.parent.glob(f"*{CONFIG_JSON}"))  # safetensors writes files that only their owner can read
+    shutil.copymode(readable, target)
 
 
 def _describe_tensors(directory: Path, dtype: str) -> None:
@@ -81,6 +101,7 @@ def push(directory: Path, name: str, *, is_private: bool) -> str:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    add_policy_argument(parser)
     parser.add_argument("--to", type=path_argument, required=True, metavar="DIR", help="the new directory")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights; default: the run's policy.precision")
     parser.add_argument("--push", metavar="NAME", help="also upload it to the hub as organisation/name, private")
@@ -94,7 +115,7 @@ def _export(parsed: argparse.Namespace) -> ExitCode:
     if parsed.push:
         _check_push(parsed.push)
     check_writable("--to", str(parsed.to.absolute().parent))
-    trained = chosen_model(parsed)
+    trained = chosen_policy(parsed)
     directory = export(trained, parsed.to, dtype=parsed.dtype)
     sys.stdout.write(f"Model       {directory}\nOf          {trained.checkpoint.path}\n")
     if parsed.push:
@@ -116,7 +137,10 @@ def _check_push(name: str) -> None:
 
 
 EXPORT = Command(
-    "Write the model of a run as a Hugging Face directory: weights, tokenizer, chat template, recipe and a model card.",
+    """Write the model of a run as a Hugging Face directory: weights, tokenizer, chat template, recipe and a model card.
+
+If the run has saved an adapter alone, it is that, in peft's format.
+""",
     _add_arguments,
     _export,
     program="nemo-rl export",

@@ -33,8 +33,9 @@ def format_card(trained: TrainedModel, name: str) -> str:
     """Return the card in Markdown, with the metadata that the hub reads at its head."""
     base = _base_model(trained)
     on_hub = "/" in base and not base.startswith(QUICKSTART_MODEL)
+    is_adapter = not trained.has_weights
     metadata = {
-        "library_name": "transformers",
+        "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["reinforcement-learning", "nemo-rl", _algorithm(trained)],
         **({"base_model": base} if on_hub else {}),
@@ -42,17 +43,37 @@ def format_card(trained: TrainedModel, name: str) -> str:
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {name}",
-        f"`{base}` after {trained.checkpoint.step} steps of {_algorithm(trained)} with nemo-rl. "
+        f"{_subject(trained)}`{base}` after {trained.checkpoint.step} steps of {_algorithm(trained)} with nemo-rl. "
         f"Hyperparameters: [{RECIPE_FILE}]({RECIPE_FILE}).",
-        "## Use\n\n```python\nfrom transformers import pipeline\n\n"
-        f'answer = pipeline("text-generation", "{name}")\n'
-        'print(answer([{"role": "user", "content": "..."}])[0]["generated_text"][-1]["content"])\n```\n\n'
-        f"Or `vllm serve {name}`. Prompt and response together had at most "
-        f"{trained.policy.get('max_total_sequence_length')} tokens in training.",
+        f"## Use\n\n{_use_adapter(name, base) if is_adapter else _use_model(name)} Prompt and response together had at "
+        f"most {trained.policy.get('max_total_sequence_length')} tokens in training.",
         _format_table("Evaluation", ("metric", "value"), _evaluation(trained)),
         _format_table("Training", *_curves(trained)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _subject(trained: TrainedModel) -> str:
+    """Return the beginning of the sentence about an adapter; nothing for whole weights."""
+    of_policy = f" of the policy `{trained.policy_name}`" if trained.policy_name else ""
+    return "" if trained.has_weights else f"LoRA adapter{of_policy} on "
+
+
+def _use_model(name: str) -> str:
+    return (
+        "```python\nfrom transformers import pipeline\n\n"
+        f'answer = pipeline("text-generation", "{name}")\n'
+        'print(answer([{"role": "user", "content": "..."}])[0]["generated_text"][-1]["content"])\n```\n\n'
+        f"Or `vllm serve {name}`."
+    )
+
+
+def _use_adapter(name: str, base: str) -> str:
+    return (
+        "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")\n```\n\n'
+        f"Or `vllm serve {base} --enable-lora --lora-modules {name}={name}`."
+    )
 
 
 def _algorithm(trained: TrainedModel) -> str:

@@ -121,6 +121,7 @@ LINES: dict[str, Lines] = {
         ("run --to out --dtype int8", "invalid choice"),
         ("run --to out --public", "belongs to --push"),
         ("run --to out --push a/b/c", "organisation/name"),
+        ("run --to out --policy", "expected one argument"),
     ],
     "serve": [*OF_A_MODEL, ("run --port x", "invalid int value"), ("run --host", "expected one argument")],
     "chat": [
@@ -128,6 +129,7 @@ LINES: dict[str, Lines] = {
         ("run --temperature x", "invalid float value"),
         ("run --max-tokens x", "invalid int value"),
         ("run --system", "expected one argument"),
+        ("run --policy", "expected one argument"),
     ],
     "compare": [
         *OF_A_DIRECTORY,

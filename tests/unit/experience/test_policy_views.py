@@ -46,6 +46,18 @@ def test_environment_says_which_policy_speaks() -> None:
     assert spoke == ["first", "second", "second", "first"]
 
 
+def test_policies_of_a_collection_are_asked_for_by_their_weight_versions() -> None:
+    """Its engine holds each as a version of one adapter; in a run they are adapters of one version."""
+    e = episode(replace(GAME, policy_versions={"first": 2, "second": 1}))
+    asked = []
+    for step in (TO_SECOND, EnvStep()):
+        asked.append((generation(e).weight_version, generation(e).policy))
+        respond(e, 9, END)
+        e.apply_env_step(step)
+    assert asked == [(2, ""), (1, "")]
+    assert [m.policy for m in e.trajectory().message_log if m.is_generated] == ["first", "second"]
+
+
 def test_policies_have_their_own_rewards_beside_those_of_all() -> None:
     trajectory = played(rewards={"fair": 0.25}, policy_rewards={"second": {"won": 1.0}, "first": {"won": -1.0}})
     assert trajectory.policy_rewards == {"first": {"fair": 0.25, "won": -1.0}, "second": {"fair": 0.25, "won": 1.0}}

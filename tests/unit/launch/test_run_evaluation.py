@@ -16,7 +16,7 @@ from nemo_rl.launch.model_files import check_model_names
 from nemo_rl.launch.run_evaluation import write_evaluation_recipe
 from nemo_rl.launch.starting_adapters import adapter_slots, adapter_versions
 from nemo_rl.recipes import find_recipe
-from tests.trained_runs import write_lora_run, write_run
+from tests.trained_runs import write_lora_run, write_policies_run, write_run
 
 SECOND = "{dataset_name: reasoning_gym, task: chain_sum, size: 30, env_name: reasoning_gym}"
 FIRST = "{dataset_name: reasoning_gym, task: spell_backward, size: 30, env_name: reasoning_gym}"
@@ -73,6 +73,25 @@ def test_an_adapter_alone_is_evaluated_on_its_base(tmp_path: Path) -> None:
     assert len({model.collection.output_dir for model in compared.models}) == 2
     base = load_eval_config(write_evaluation_recipe(run, tmp_path), [f"eval.baseline={config.policy.model_name}"])
     assert [model.server.adapters for model in base.models] == [{}, config.server.adapters]
+
+
+def test_several_policies_play_the_game_of_their_run(tmp_path: Path) -> None:
+    run = write_policies_run(tmp_path / "exp_003", [3])
+    config = load_eval_config(write_evaluation_recipe(run, tmp_path))
+    names = {policy: f"exp_003-step_3-{policy}" for policy in ("first", "second", "start")}
+    adapters = run / "checkpoints/step_3/policy/adapters"
+    assert config.server.adapters == {name: str(adapters / policy) for policy, name in names.items()}
+    assert config.server.model == names["first"]
+    assert config.speakers["duel_with_start"] == (names["first"], names["start"])
+    assert config.eval.max_rollout_turns == 2
+    assert adapter_slots(config) == AdapterSlots(16, 3)
+    check_model_names(config)
+    for override, said in (
+        ("eval.baseline=exp_003-step_3-second", r"eval\.baseline = .*policies names the adapters that play"),
+        ("env.duel_with_start.policies=[first]", r"'first': is not in `server.adapters`"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_eval_config(write_evaluation_recipe(run, tmp_path), [override])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import yaml
 
 from nemo_rl.errors import CheckpointError, ConfigError
 from nemo_rl.launch.trained_model import find_trained_model
-from tests.trained_runs import write_run
+from tests.trained_runs import write_policies_run, write_run
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,24 @@ def test_damaged_files_are_refused_and_adapters_alone_have_no_weights(run: Path,
     assert trained.adapters == {trained.name: trained.adapter}
     with pytest.raises(CheckpointError, match="save_merged=true"):
         _ = trained.weights
+
+
+def test_one_of_several_policies_is_chosen_by_name(run: Path, tmp_path: Path) -> None:
+    several = find_trained_model(write_policies_run(tmp_path / "exp_004", [2]))
+    chosen = several.of_policy("second")
+    assert chosen.adapter == several.checkpoint.path / "policy/adapters/second"
+    assert chosen.own_adapters == {chosen.name: chosen.adapter}
+    assert chosen.name == "exp_004-step_2-second"
+    assert list(several.own_adapters) == [f"exp_004-step_2-{name}" for name in ("first", "second", "start")]
+    single = find_trained_model(run)
+    assert single.of_policy(None) is single
+    for trained, name, said in (
+        (several, None, "several policies: choose one.*known: first, second, start"),
+        (several, "secnod", "did you mean 'second'"),
+        (single, "first", "has a single policy"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            trained.of_policy(name)
 
 
 def test_a_directory_of_checkpoints_may_name_a_variable(

@@ -16,6 +16,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.launch.trained_model import find_trained_model
 from nemo_rl.trained import export_command
 from nemo_rl.trained.export_command import export
+from tests.trained_runs import write_policies_run
 
 
 def test_weights_are_the_checkpoints_in_the_asked_precision(run: Path, tmp_path: Path) -> None:
@@ -45,6 +46,24 @@ def test_the_card_tells_origin_evaluation_and_curves(run: Path, tmp_path: Path) 
     assert (
         "| 0 |  | 0.25 | 0.25 |\n| 3 | 0.25 | 0.5 | 0.5 |\n| 6 | 0.375 | 0.75 | 0.75 |\n" in text
     )  # nothing of step 9
+
+
+def test_the_adapter_of_one_policy_is_a_directory_of_peft(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = write_policies_run(tmp_path / "exp_005", [2])
+    assert run_cli(["export", str(run), "--to", str(tmp_path / "second"), "--policy", "second"]) == 0
+    found = load_file(tmp_path / "second/adapter_model.safetensors")
+    expected = load_file(run / "checkpoints/step_2/policy/adapters/second/adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert PeftModel.from_pretrained(base, tmp_path / "second").peft_config["default"].r == 16
+    AutoTokenizer.from_pretrained(tmp_path / "second")
+    _, head, text = (tmp_path / "second/README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head)["library_name"] == "peft"
+    assert "LoRA adapter of the policy `second` on `base` after 2 steps of grpo" in text
 
 
 PRIVATE = ("/home/me/base", "acme/patients.jsonl", "s3://acme/x", "cd /home/me && ./run", "http://10.1.2.3", "sk-123")
