@@ -219,6 +219,7 @@ def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
         failure=None if failure is None else Failure(FailureClass(failure["class"]), failure["cause"]),
         other_chains=tuple(_read_log(chain) for chain in row.get("other_chains", ())),
         chain_rewards=tuple(row.get("chain_rewards", ())),
+        policy_rewards=row.get("policy_rewards", {}),
     )
 
 
@@ -229,7 +230,11 @@ def _read_log(messages: Sequence[Mapping[str, Any]]) -> tuple[TokenizedMessage, 
 
     return tuple(
         TokenizedMessage(
-            parse_record(m), tuple(m["token_ids"]), logprobs(m), columns=decode_columns(m.get("columns", {}))
+            parse_record(m),
+            tuple(m["token_ids"]),
+            logprobs(m),
+            columns=decode_columns(m.get("columns", {})),
+            policy=m.get("policy", ""),
         )
         for m in messages
     )
