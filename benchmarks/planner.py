@@ -21,6 +21,7 @@ from nemo_rl.trace.workload import EngineCurve, PlannedRollout, PlannedTurn, Tra
 MEAN_TOKENS = 2000
 NUM_TRACED_GROUPS = 256  # whose sizes are planned again and again
 MAX_NUM_SEQS = 8  # of an engine: all rollouts in flight run at once
+MAX_SECONDS = 60  # bar of the default
 
 
 def made_up_work(num_generations: int) -> Workload:
@@ -49,7 +50,7 @@ def main() -> None:
     planned = plan(work, schedule, num_steps=parsed.steps)
     in_flight = parsed.groups * parsed.generations * (parsed.age + 1)
     print(f"{parsed.steps} steps, {in_flight} rollouts in flight over {parsed.engines} engines:")
-    print(f"{time.perf_counter() - start:.1f} s, {time.process_time() - cpu:.1f} s of CPU time")
+    print(f"{time.perf_counter() - start:.1f} s [{MAX_SECONDS}], {time.process_time() - cpu:.1f} s of CPU time")
     print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
     print(f"planned: {planned.step_s:.3g} s a step, trainer busy {planned.bubbles.trainer_busy_share:.0%}")
 
