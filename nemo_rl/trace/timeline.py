@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -78,7 +78,7 @@ class Timeline:
     @classmethod
     def of_spans(cls, spans: Iterable[SpanRecord]) -> "Timeline":
         phases: defaultdict[int, defaultdict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
-        driver_cpu_s: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        driver_cpu_s: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         rollouts, waits, micro_batches = [], defaultdict(list), []
         for span in spans:
             if "step" in span.attributes:

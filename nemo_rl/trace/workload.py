@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from nemo_rl.metric_names import COLLECTION_PHASES, POLICY_PHASES
 from nemo_rl.trace import intervals
@@ -270,8 +271,10 @@ def _fit_engine(served: Sequence[_Served], steps: Sequence[Step], limits: Limits
             shares.append(policy.over(start_ns, end_ns) / duration_ns)
     if not rows:
         return EngineCurve(0.0, 0.0)
-    coefficients, slowdown = _fit_with_slowdown(rows, seconds, shares, len(steps), limits)
-    return EngineCurve(*coefficients, slowdown)
+    (token_s, sequence_s, request_s, prefill_s), slowdown = _fit_with_slowdown(
+        rows, seconds, shares, len(steps), limits
+    )
+    return EngineCurve(token_s, sequence_s, request_s, prefill_s, slowdown)
 
 
 def _fit_trainer(
@@ -379,7 +382,7 @@ class _Area:
         return float(self._sums[index]) + (time_ns - self._times[index]) * self._counts[index]
 
 
-def _non_negative_least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+def _non_negative_least_squares(rows: ArrayLike, values: ArrayLike) -> list[float]:
     """Return the coefficients of columns, none below 0: the most negative is dropped until none is.
 
     Columns of one length: what proportional ones explain together is divided equally among them.
