@@ -1,12 +1,11 @@
 """NeMo-RL's Python names that this project lacks, and what replaces them.
 
-`explain_import` is asked when code that a configuration names by its dotted path cannot be imported; `refuse` makes the
-`__getattr__` of the modules at NeMo-RL's import paths.
+`explain_import` is called when code that a configuration names by its dotted path cannot be imported, `find_name` by
+the `__getattr__` of the modules at NeMo-RL's import paths.
 """
 
 import importlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 SCRIPTS = "the script in examples/, whose parts are nemo_rl.launch"
@@ -41,36 +40,63 @@ REPLACED_NAMES = {
 }
 
 
-_RESPONSES = ("script_data", ("ResponseDataset", "load_response_dataset"))
-# Names of run scripts, by the module from which they import them, and the module of compat that has them.
-SCRIPT_NAMES = {
-    "nemo_rl.algorithms.grpo": (
-        "run_scripts", ("MasterConfig", "setup", "grpo_train", "async_grpo_train", "shutdown_environments")
-    ),
-    "nemo_rl.algorithms.utils": ("run_scripts", ("get_tokenizer", "set_seed")),
-    "nemo_rl.models.generation": ("run_scripts", ("configure_generation_config",)),
-    "nemo_rl.utils.config": ("run_scripts", ("load_config", "parse_hydra_overrides", "register_omegaconf_resolvers")),
-    "nemo_rl.utils.logger": ("run_scripts", ("get_next_experiment_dir", "log_container_init_timing")),
-    "nemo_rl.utils.timer": ("run_scripts", ("Timer",)),
-    "nemo_rl.data": ("script_data", ("DataConfig",)),
-    "nemo_rl.data.datasets": ("script_data", ("AllTaskProcessedDataset", *_RESPONSES[1])),
-    "nemo_rl.data.datasets.response_datasets": _RESPONSES,
-    "nemo_rl.data.processors": (
-        "script_data",
-        ("PROCESSOR_REGISTRY", "math_data_processor", "math_hf_data_processor", "register_processor"),
-    ),
-    "nemo_rl.data.utils": ("script_data", ("setup_response_data",)),
-    "nemo_rl.distributed.ray_actor_environment_registry": ("script_environments", ("get_actor_python_env",)),
-    "nemo_rl.distributed.virtual_cluster": ("script_environments", ("init_ray",)),
-    "nemo_rl.environments.math_environment": ("script_environments", ("MathEnvironment",)),
-    "nemo_rl.environments.utils": ("script_environments", ("ENV_REGISTRY", "create_env", "register_env")),
-}  # fmt: skip
+_RESPONSES = ("ResponseDataset", "load_response_dataset")
+# Names of NeMo-RL by the module from which its users import them, then by the module of compat that has them.
+FOREIGN_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "nemo_rl.algorithms.grpo": {
+        "run_scripts": ("MasterConfig", "setup", "grpo_train", "async_grpo_train", "shutdown_environments")
+    },
+    "nemo_rl.algorithms.utils": {"run_scripts": ("get_tokenizer", "set_seed")},
+    "nemo_rl.models.generation": {"run_scripts": ("configure_generation_config",)},
+    "nemo_rl.utils.config": {"run_scripts": ("load_config", "parse_hydra_overrides", "register_omegaconf_resolvers")},
+    "nemo_rl.utils.logger": {"run_scripts": ("get_next_experiment_dir", "log_container_init_timing")},
+    "nemo_rl.utils.timer": {"run_scripts": ("Timer",)},
+    "nemo_rl.data": {"script_data": ("DataConfig",)},
+    "nemo_rl.data.datasets": {"script_data": ("AllTaskProcessedDataset", *_RESPONSES)},
+    "nemo_rl.data.datasets.response_datasets": {"script_data": _RESPONSES},
+    "nemo_rl.data.interfaces": {
+        "data_types": (
+            *("DatumSpec", "FlatMessagesType", "LLMMessageLogType", "PathLike", "PreferenceDatumSpec"),
+            *("TaskDataProcessFnCallable", "TaskDataSpec"),
+        )
+    },
+    "nemo_rl.data.processors": {
+        "script_data": ("PROCESSOR_REGISTRY", "math_data_processor", "math_hf_data_processor", "register_processor")
+    },
+    "nemo_rl.data.utils": {"script_data": ("setup_response_data",)},
+    "nemo_rl.distributed.batched_data_dict": {"batched_data_dict": ("BatchedDataDict",)},
+    "nemo_rl.distributed.ray_actor_environment_registry": {"script_environments": ("get_actor_python_env",)},
+    "nemo_rl.distributed.virtual_cluster": {
+        "environment_interface": ("PY_EXECUTABLES",),
+        "script_environments": ("init_ray",),
+    },
+    "nemo_rl.environments.interfaces": {"environment_interface": ("EnvironmentInterface", "EnvironmentReturn")},
+    "nemo_rl.environments.math_environment": {"script_environments": ("MathEnvironment",)},
+    "nemo_rl.environments.metrics": {"environment_interface": ("calculate_pass_rate_per_prompt",)},
+    "nemo_rl.environments.utils": {
+        "environment_interface": ("chunk_list_to_workers",),
+        "script_environments": ("ENV_REGISTRY", "create_env", "register_env"),
+    },
+}
+REFUSING = (
+    "nemo_rl.distributed.virtual_cluster",
+    "nemo_rl.environments.utils",
+)  # modules that say what replaces a name
 
 
 def find_name(module: str, name: str) -> Any:
-    """Return the object that a run script imports from a module of this project; None if it is no name of NeMo-RL."""
-    owner, names = SCRIPT_NAMES.get(module, ("", ()))
-    return getattr(importlib.import_module(f"nemo_rl.compat.{owner}"), name) if name in names else None
+    """Return the object that NeMo-RL's users import from a module of this project; None if it is no name of NeMo-RL.
+
+    Raises ImportError that says what replaces the name.
+    """
+    for owner, names in FOREIGN_NAMES.get(module, {}).items():
+        if name in names:
+            return getattr(importlib.import_module(f"nemo_rl.compat.{owner}"), name)
+    if module in REFUSING and name in REPLACED_NAMES:
+        problem = f"module {module!r} has no attribute {name!r}"
+        problem = f"{problem}; NeMo-RL's is replaced by {REPLACED_NAMES[name]} (docs/from_nemo_rl.md)"
+        raise ImportError(problem, name=module)
+    return None
 
 
 def explain_import(error: Exception) -> str:
@@ -84,18 +110,3 @@ def explain_import(error: Exception) -> str:
     if missing and module.startswith("nemo_rl.") and missing[1] in REPLACED_NAMES:
         return f"(a name of NeMo-RL; here: {REPLACED_NAMES[missing[1]]}, see docs/from_nemo_rl.md)"
     return ""
-
-
-def refuse(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module: names of run scripts; any other raises, with what replaces NeMo-RL's."""
-
-    def __getattr__(name: str) -> Any:
-        if (found := find_name(module, name)) is not None:
-            return found
-        problem = f"module {module!r} has no attribute {name!r}"
-        if name not in REPLACED_NAMES:
-            raise AttributeError(problem, name=name)
-        problem = f"{problem}; NeMo-RL's is replaced by {REPLACED_NAMES[name]} (docs/from_nemo_rl.md)"
-        raise ImportError(problem, name=module)
-
-    return __getattr__

@@ -1,21 +1,5 @@
 """NeMo-RL's import path of its types of data."""
 
-from nemo_rl.compat.data_types import (
-    DatumSpec,
-    FlatMessagesType,
-    LLMMessageLogType,
-    PathLike,
-    PreferenceDatumSpec,
-    TaskDataProcessFnCallable,
-    TaskDataSpec,
-)
+from nemo_rl.config.kinds import foreign_names
 
-__all__ = [
-    "DatumSpec",
-    "FlatMessagesType",
-    "LLMMessageLogType",
-    "PathLike",
-    "PreferenceDatumSpec",
-    "TaskDataProcessFnCallable",
-    "TaskDataSpec",
-]
+__getattr__ = foreign_names(__name__)

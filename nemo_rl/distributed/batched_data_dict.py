@@ -1,5 +1,5 @@
 """NeMo-RL's import path of its batch."""
 
-from nemo_rl.compat.batched_data_dict import BatchedDataDict
+from nemo_rl.config.kinds import foreign_names
 
-__all__ = ["BatchedDataDict"]
+__getattr__ = foreign_names(__name__)

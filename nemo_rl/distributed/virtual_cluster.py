@@ -1,7 +1,5 @@
 """NeMo-RL's import path of its interpreters and its cluster."""
 
-from nemo_rl.compat.environment_interface import PY_EXECUTABLES
-from nemo_rl.compat.python_names import refuse
+from nemo_rl.config.kinds import foreign_names
 
-__all__ = ["PY_EXECUTABLES"]
-__getattr__ = refuse(__name__)
+__getattr__ = foreign_names(__name__)

@@ -1,5 +1,5 @@
 """NeMo-RL's import path of its interface of environments."""
 
-from nemo_rl.compat.environment_interface import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.config.kinds import foreign_names
 
-__all__ = ["EnvironmentInterface", "EnvironmentReturn"]
+__getattr__ = foreign_names(__name__)

@@ -1,5 +1,5 @@
 """NeMo-RL's import path of its metrics of a batch."""
 
-from nemo_rl.compat.environment_interface import calculate_pass_rate_per_prompt
+from nemo_rl.config.kinds import foreign_names
 
-__all__ = ["calculate_pass_rate_per_prompt"]
+__getattr__ = foreign_names(__name__)

@@ -1,7 +1,5 @@
 """NeMo-RL's import path of its helper and its registry of environments."""
 
-from nemo_rl.compat.environment_interface import chunk_list_to_workers
-from nemo_rl.compat.python_names import refuse
+from nemo_rl.config.kinds import foreign_names
 
-__all__ = ["chunk_list_to_workers"]
-__getattr__ = refuse(__name__)
+__getattr__ = foreign_names(__name__)

@@ -15,7 +15,7 @@ from nemo_rl import errors
 from nemo_rl.command_line import ExitCode
 from nemo_rl.compat import run_scripts, script_data, script_environments
 from nemo_rl.compat.data_types import TaskDataSpec
-from nemo_rl.compat.python_names import SCRIPT_NAMES
+from nemo_rl.compat.python_names import FOREIGN_NAMES
 from nemo_rl.compat.run_scripts import (
     OLD_RESULTS,
     RESULTS,
@@ -67,8 +67,8 @@ def datum(text: str, **values: Any) -> dict[str, Any]:
 
 
 def test_every_name_is_at_its_import_path() -> None:
-    for module, (_, names) in SCRIPT_NAMES.items():
-        for name in names:
+    for module, names_by_owner in FOREIGN_NAMES.items():
+        for name in (name for names in names_by_owner.values() for name in names):
             assert getattr(importlib.import_module(module), name) is not None
         with pytest.raises(AttributeError, match="no attribute 'nothing'"):
             _ = importlib.import_module(module).nothing
