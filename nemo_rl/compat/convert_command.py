@@ -11,7 +11,7 @@ DESCRIPTION = """Write the weights and the tokenizer of a checkpoint of NeMo-RL 
 It reads DTensor policies (torch.distributed.checkpoint and safetensors shards, with experts, too; LoRA adapters, which
 it merges into the base model) and Megatron's torch_dist (Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral, GLM-4.5), in this
 process and without a GPU.
-The optimizer's state is left out.
+The optimizer's state is not converted.
 """
 
 

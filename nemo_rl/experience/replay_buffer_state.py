@@ -60,7 +60,7 @@ def buffer_state_to_dict(state: ReplayBufferState) -> dict[str, Any]:
 def buffer_state_from_dict(plain: Mapping[str, Any], loader: PromptLoader) -> ReplayBufferState:
     """Invert `buffer_state_to_dict`; `loader` has the same prompts in the same order."""
     columns = plain.get("columns", {})  # absent from buffers of earlier releases
-    images = {digest: _features_from_dict(digest, one) for digest, one in plain.get("images", {}).items()}  # likewise
+    images = {digest: _features_from_dict(digest, one) for digest, one in plain.get("images", {}).items()}  # as above
     token_store = _TokenStore(plain["token_ids"].tolist(), plain["generation_logprobs"].tolist(), columns, images)
     return ReplayBufferState(
         complete=tuple(_group_from_dict(one, loader.at(one["place"]), token_store) for one in plain["complete"]),
@@ -186,8 +186,8 @@ def _trajectory_from_dict(plain: Mapping[str, Any], loaded: LoadedPrompt, token_
         other_chains=tuple(other_chains),
         loss_weight=plain["loss_weight"],
         chain_rewards=tuple(plain.get("chain_rewards", ())),  # absent from buffers of earlier releases
-        response_faults=tuple(plain.get("response_faults", ())),  # likewise
-        policy_rewards=plain.get("policy_rewards", {}),  # likewise
+        response_faults=tuple(plain.get("response_faults", ())),  # as above
+        policy_rewards=plain.get("policy_rewards", {}),  # as above
     )
 
 

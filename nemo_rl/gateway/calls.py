@@ -37,7 +37,7 @@ class CallRequest:
     return_token_ids: bool = False
     return_logprobs: bool = False
     reads_message_logprobs: bool = False  # the client takes log-probs from beside the returned token ids
-    returns_thinking: bool = True  # False: thinking is left out of the response
+    returns_thinking: bool = True  # False: the response has no thinking
     session_id: str | None = None  # named in the body
     echo: Echo | None = None  # tokens of the call that sampled the last assistant message
     num_known: int = 0  # messages up to and including that one

@@ -53,7 +53,7 @@ class CompletionRules:
     can_guide: bool = False  # the engine can mask tokens by a guide
     guided_calls: Literal["refused", "untrained"] = "refused"  # in training
     forced_tool_choice: Literal["refused", "auto", "guided"] = "refused"  # requests that demand a tool call
-    hides_unused_tools: bool = False  # tools of a request that may not call any are left out of its prompt
+    hides_unused_tools: bool = False  # a request that may not call tools has none in its prompt
     aliases: tuple[str, ...] = ()  # further names of the model
     # weight versions of the engine's other models by name; without any, every name means the model
     others: Mapping[str, int] = field(default_factory=dict)

@@ -172,7 +172,7 @@ class GatewayServer:
         """Open a session and return its id; raises RequestError 429 when too many are open.
 
         `sampling` replaces the run's for this session, as for a greedy validation beside sampled training. Calls that
-        `is_side_call` is true of are answered, and left out of its chains.
+        `is_side_call` is true of are answered, and are in none of its chains.
         """
         seed = self._completions.next_session_seed() if seed is None else seed
         live = self._sessions.open(
@@ -383,7 +383,7 @@ class GatewayServer:
         return web.json_response(dialect.render_count(self._completions.count_tokens(call, live)))
 
     async def _read_images(self, call: CallRequest, images: RequestImages) -> CallRequest:
-        """Decode and encode a call's images while other calls go on; raises RequestError as `RequestImages.check`."""
+        """Decode and encode a call's images while other calls continue; raises RequestError as `RequestImages.check`."""
         return replace(call, num_image_tokens=await images.check(self._rules.max_model_len))
 
     def _keyed_session(self, request: web.Request) -> LiveSession | None:

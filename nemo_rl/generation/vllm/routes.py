@@ -116,6 +116,6 @@ class ReturnedRoutes:
 
 
 def _ignore_error(call: "asyncio.Task[Any]") -> None:
-    """Retrieve the error of a call that nobody may await; the next request meets the dead engine itself."""
+    """Retrieve the error of a call that may never be awaited; the next request meets the dead engine itself."""
     if not call.cancelled():
         call.exception()
