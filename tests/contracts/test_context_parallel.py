@@ -283,6 +283,15 @@ def exchanged_bytes(memory: RankMemory) -> int:
     return memory.compute_bytes * sent * shape.head_dim * (memory.context - 1) // memory.context
 
 
+def test_the_ledger_by_hand() -> None:
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096}
+    sizes = {"intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256, "model_type": "llama"}
+    shape = ModelShape.from_config("llama", heads | sizes)
+    assert exchanged_bytes(RankMemory(shape=shape, context=4)) == 2 * (2 * 4096 + 2 * 1024) * 3 // 4 == 15_360
+    assert exchanged_bytes(RankMemory(shape=shape, context=32)) == 2 * 4 * 4096 * 31 // 32  # keys have as many heads
+    assert exchanged_bytes(RankMemory(shape=shape)) == 0
+
+
 @pytest.mark.parametrize("layout", ["cp 2", "cp 4", "cp 2 tp 2"])
 def test_ranks_send_what_the_ledger_says(layout: str, models: dict[str, Path], pool: RankPool) -> None:
     batch, path, mesh = make_batch(LENGTHS), models["qwen3"], CONTEXT[layout]

@@ -11,7 +11,6 @@ from nemo_rl.policy.memory import ModelShape, RankMemory, UnknownShapeError
 from nemo_rl.policy.ranks import RankLayout
 from tests.fakes.model_configs import MODEL_CONFIGS
 from tests.support.memory_trace import TraceCase, TracedPeaks, extrapolate, trace_peaks
-from tests.support.quick import quick
 
 SMALL, MEDIUM, LARGE = (
     ModelShape.from_config(name, MODEL_CONFIGS[name])
@@ -231,17 +230,10 @@ def case(name: str, *, ranks: int, tokens: int, context: int = 1, **options: Any
 
 @pytest.fixture(scope="module")
 def traced() -> list[TracedPeaks]:
-    """Peaks of a rank of eight: a small model with 4, 6 and 8 layers, a large recomputed one with 4 and 6, a small one
-    with gathered weights that it keeps, and one whose row four ranks share."""
+    """Peaks of a rank of eight: a small model with 4, 6 and 8 layers, a large recomputed one with 4 and 6."""
     small = case("Qwen/Qwen2.5-1.5B", ranks=8, tokens=512)
     large = case("Qwen/Qwen2.5-32B", ranks=8, tokens=512, activation_checkpointing=True)
-    shared = case("Qwen/Qwen2.5-1.5B", ranks=8, context=4, tokens=32768).with_layers(4)
-    layers = [small.with_layers(n) for n in (4, 6, 8)] + [large.with_layers(n) for n in (4, 6)]
-    return trace_peaks([*layers, kept(8), shared])
-
-
-def kept(ranks: int) -> TraceCase:
-    return case("Qwen/Qwen2.5-1.5B", ranks=ranks, tokens=2048, keep_unsharded=True).with_layers(8)
+    return trace_peaks([small.with_layers(n) for n in (4, 6, 8)] + [large.with_layers(n) for n in (4, 6)])
 
 
 def test_peaks_are_linear_in_layers(traced: list[TracedPeaks]) -> None:
@@ -256,16 +248,15 @@ def test_a_rank_of_eight_holds_two_bytes_a_parameter_after_its_step(traced: list
 
 
 def test_a_recomputed_32b_model_trains_on_eight_devices_of_80_gb(traced: list[TracedPeaks]) -> None:
-    whole = extrapolate(*traced[3:5], layers=(4, 6), to=64)
+    whole = extrapolate(*traced[3:], layers=(4, 6), to=64)
     assert whole.resident == pytest.approx(4 * 32_763_876_352 / 8, rel=1e-3)
     assert whole.training < 80e9
 
 
-@pytest.mark.parametrize("ranks", quick([1, 8], [8]))
-def test_a_model_that_keeps_gathered_weights_reaches_the_peak_of_the_formulas(
-    ranks: int, traced: list[TracedPeaks]
-) -> None:
-    peaks = traced[5] if ranks == 8 else trace_peaks([kept(ranks)])[0]
+@pytest.mark.slow  # half a minute each; the peaks above are in CI
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_model_that_keeps_gathered_weights_reaches_the_peak_of_the_formulas(ranks: int) -> None:
+    (peaks,) = trace_peaks([case("Qwen/Qwen2.5-1.5B", ranks=ranks, tokens=2048, keep_unsharded=True).with_layers(8)])
     found = (peaks.resident, peaks.scoring, peaks.training)
     shape = replace(SMALL, num_hidden_layers=8)
     scoring, training = ratios(((ranks, shape, False), found), megabyte=1, is_kept_whole=True)
@@ -273,9 +264,10 @@ def test_a_model_that_keeps_gathered_weights_reaches_the_peak_of_the_formulas(
     assert 0.9 <= training < 1.1
 
 
-def test_the_plan_of_ranks_that_share_a_row_is_within_a_tenth(traced: list[TracedPeaks]) -> None:
+@pytest.mark.slow  # contracts/test_context_parallel.py measures what ranks that share a row save
+def test_the_plan_of_ranks_that_share_a_row_is_within_a_tenth() -> None:
     """What 32,768 tokens take of a rank of four that share them, beside the resident state."""
-    peaks = traced[6]
+    (peaks,) = trace_peaks([case("Qwen/Qwen2.5-1.5B", ranks=8, context=4, tokens=32768).with_layers(4)])
     model = RankMemory(shape=replace(SMALL, num_hidden_layers=4), data=8, context=4, train_tokens=32768)
     state = model.weights + model.gradients + model.optimizer
     assert model.activations + model.gathered == pytest.approx(peaks.training - state, rel=0.1)
