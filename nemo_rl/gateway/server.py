@@ -383,7 +383,7 @@ class GatewayServer:
         return web.json_response(dialect.render_count(self._completions.count_tokens(call, live)))
 
     async def _read_images(self, call: CallRequest, images: RequestImages) -> CallRequest:
-        """Decode and encode a call's images while other calls continue; raises RequestError as `RequestImages.check`."""
+        """Decode and encode a call's images while others continue; raises RequestError as `RequestImages.check`."""
         return replace(call, num_image_tokens=await images.check(self._rules.max_model_len))
 
     def _keyed_session(self, request: web.Request) -> LiveSession | None:
