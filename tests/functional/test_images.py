@@ -1,14 +1,15 @@
-"""Runs with images through the command line: memory over many steps, and supervised training."""
+"""Runs with images through the command line: memory over steps, in the background, and supervised training."""
 
 import math
 from pathlib import Path
 
 import pytest
 
-from tests.functional.cli import ROOT, run_command_line
+from tests.functional.cli import ROOT, Run, run_command_line, run_grpo
 
 pytestmark = pytest.mark.timeout(600)
 NUM_STEPS, NUM_PROMPTS = 12, 4
+NO_VALIDATION = ("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0")
 COUNTING = '''
 import gc
 
@@ -43,6 +44,33 @@ def test_features_of_images_are_held_for_a_step_or_two(tmp_path: Path) -> None:
     steps = [max(held[start : start + NUM_PROMPTS * 2]) for start in range(0, len(held), NUM_PROMPTS * 2)]
     assert min(steps) >= NUM_PROMPTS
     assert max(steps[NUM_STEPS // 2 :]) <= max(steps[: NUM_STEPS // 2])
+
+
+@pytest.mark.slow  # two whole runs
+def test_background_rollouts_over_pictures_resume(tmp_path: Path) -> None:
+    """The learning rate is next to nothing: whatever weights a token is of, engine and policy agree if both see."""
+    checkpoints = tmp_path / "checkpoints"
+
+    def run(num_steps: int) -> Run:
+        done = run_grpo(
+            tmp_path / f"logs_{num_steps}", "--config", "vision.yaml", "grpo.async_grpo.enabled=true",
+            "grpo.async_grpo.in_flight_weight_updates=true",
+            "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
+            "loss_fn.use_importance_sampling_correction=true", "policy.optimizer.kwargs.lr=1.0e-9",
+            "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", f"grpo.max_num_steps={num_steps}",
+            *NO_VALIDATION, "checkpointing.metric_name=null",
+            "checkpointing.keep_top_k=null", "checkpointing.save_period=3",
+            f"checkpointing.checkpoint_dir={checkpoints}",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    first, second = run(3).metrics(), run(6).metrics()
+    assert (checkpoints / "step_6").is_dir()
+    steps = {step: row for run in (first, second) for step, row in run.items() if "train/loss" in row}
+    assert list(steps) == [1, 2, 3, 4, 5, 6]
+    assert max(row["train/max_logprob_error"] for row in steps.values()) < 1e-4
+    assert max(row["train/max_trajectory_age"] for row in steps.values()) == 1
 
 
 @pytest.mark.slow  # learns for a minute; tests/unit/data/test_supervised_images.py has the numbers
