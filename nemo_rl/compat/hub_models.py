@@ -14,6 +14,7 @@ HUB_TYPES = {  # names of models with experts, and of those that see
     r"moonshotai/Moonlight-": "deepseek_v3",
     r"openai/gpt-oss-": "gpt_oss",
     r"nvidia/NVIDIA-Nemotron-3(\.\d)?-": "nemotron_h",
+    r"nemo_rl/quickstart-moe(-|$)": "mixtral",  # before it is made
 }
 
 

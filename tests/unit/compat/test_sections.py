@@ -148,6 +148,7 @@ def test_config_json_tells_that_a_model_is_not_mapped(tmp_path: Path) -> None:
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", True),
         ("mistralai/Mixtral-8x7B-v0.1", True),
         ("zai-org/GLM-4.5-Air", True),
+        ("nemo_rl/quickstart-moe-3", True),
         ("zai-org/GLM-4.5V", False),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", False),
         ("Qwen/Qwen3-Omni-30B-A3B-Instruct", False),
