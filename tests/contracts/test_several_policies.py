@@ -99,7 +99,9 @@ def test_a_policy_starts_from_an_adapter(models: dict[str, Path], tmp_path: Path
             policy.select("first")
             policy.train_step(make_batch(LENGTHS, seed=1), WeightedNLL())
             policy.save(tmp_path / "saved", save_optimizer=False)
-            return policy.run_with_weights(clones, adapter_only=True)
+            adapter = policy.run_with_weights(clones, adapter_only=True)
+            assert adapter is not None
+            return adapter
         finally:
             policy.close()
 

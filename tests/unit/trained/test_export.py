@@ -49,7 +49,7 @@ def test_the_card_tells_origin_evaluation_and_curves(run: Path, tmp_path: Path) 
 
 
 def test_the_adapter_of_one_policy_is_a_directory_of_peft(tmp_path: Path) -> None:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = write_policies_run(tmp_path / "exp_005", [2])
@@ -59,7 +59,9 @@ def test_the_adapter_of_one_policy_is_a_directory_of_peft(tmp_path: Path) -> Non
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    assert PeftModel.from_pretrained(base, tmp_path / "second").peft_config["default"].r == 16
+    adapter = PeftModel.from_pretrained(base, tmp_path / "second").peft_config["default"]
+    assert isinstance(adapter, LoraConfig)
+    assert adapter.r == 16
     AutoTokenizer.from_pretrained(tmp_path / "second")
     _, head, text = (tmp_path / "second/README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(head)["library_name"] == "peft"
