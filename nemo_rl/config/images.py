@@ -9,6 +9,9 @@ from pydantic import Field
 from nemo_rl.config.kinds import Section
 from nemo_rl.errors import ConfigError
 
+MAX_BYTES, MAX_PIXELS = 2**26, 2**26  # per image, whatever limits are configured
+MAX_CONVERSATION_IMAGES = 64  # in all turns of a conversation, whatever limits are configured
+
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
@@ -26,8 +29,6 @@ VISION_FAMILIES = {
     "qwen2_5_vl": VisionFamily("patches", "Qwen2_5_VLProcessor"),
     "qwen3_vl": VisionFamily("deepstack", "Qwen3VLProcessor"),
 }
-MAX_BYTES, MAX_PIXELS = 2**26, 2**26  # per image, whatever limits are configured
-MAX_CONVERSATION_IMAGES = 64  # in all turns of a conversation, whatever limits are configured
 
 
 class ImageLimits(Section):
