@@ -14,8 +14,8 @@ uv run scripts/acceptance/learning.py vision        pictures of squares to count
 uv run scripts/acceptance/learning.py frozen        the same with the vision tower as it was made
 uv run scripts/acceptance/learning.py controls      random rewards, and rewards turned round
 
-`nemo-rl check` reads every run that learns, and must raise no alarm that is not expected. `--steps N` ends a run early, to see that it runs
-at all: then no bar is held.
+`nemo-rl check` reads every run that learns, and must raise no alarm that is not expected. `--steps N` ends a run early,
+to see that it runs at all: then no bar is held.
 """
 
 import argparse
