@@ -17,7 +17,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.recipes import find_recipe, recipe_names
 
 for name in recipe_names():
-    load = getattr(loading, config_command.LOADERS[config_command.verb_of(find_recipe(name))])
+    load = loading.LOADERS[config_command.verb_of(find_recipe(name))]
     print(name, loading.resolved_yaml(load(find_recipe(name))))
 print("---")
 for override in ("++grpo.normalize_rewards=true", "++loss_fn.use_cispo=true", "++grpo.no_such_key=1"):
