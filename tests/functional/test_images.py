@@ -2,16 +2,21 @@
 
 import math
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from tests.functional.cli import ROOT, Run, run_command_line, run_grpo
+from tests.support.quick import quick
 
-pytestmark = pytest.mark.timeout(600)
-NUM_STEPS, NUM_PROMPTS = 12, 4
+pytestmark = pytest.mark.timeout(1200)  # of which the long runs take minutes
+NUM_PROMPTS = 4
+MAX_GROWTH = 16 * 2**20  # bytes over 100 steps
 NO_VALIDATION = ("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0")
 COUNTING = '''
 import gc
+
+import psutil
 
 from nemo_rl.data import vision
 from nemo_rl.image_features import ImageFeatures
@@ -20,30 +25,34 @@ vision.KEPT_BYTES = 1  # keeps the last image alone, as a run of large images do
 
 
 def counting(messages, metadata):
-    """Reward right answers; note the images whose features this process holds."""
+    """Reward right answers; note the images whose features this process holds, and its memory."""
     held = sum(type(each) is ImageFeatures for each in gc.get_objects())
     with open("@file@", "a") as file:
-        file.write(f"{held}\\n")
+        file.write(f"{held} {psutil.Process().memory_info().rss}\\n")
     return float(messages[-1]["content"].strip() == metadata["answer"])
 '''
 
 
-def test_features_of_images_are_held_for_a_step_or_two(tmp_path: Path) -> None:
-    """Each step has other pictures: were they held for longer, their number would grow."""
+@pytest.mark.parametrize("num_steps", quick([12, 200], [12]))
+def test_features_of_images_are_held_for_a_step_or_two(num_steps: int, tmp_path: Path) -> None:
+    """Each step has other pictures: were they held for longer, their number would grow, and over many steps memory."""
     (tmp_path / "counted.py").write_text(COUNTING.replace("@file@", str(tmp_path / "held")))
     done = run_command_line(
         ROOT / "examples" / "run_grpo.py", tmp_path / "logs", "--config", "vision.yaml",
         f"grpo.num_prompts_per_step={NUM_PROMPTS}", "grpo.num_generations_per_prompt=2",
-        f"grpo.max_num_steps={NUM_STEPS}", "grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0",
-        f"data.train.size={NUM_STEPS * NUM_PROMPTS}", "checkpointing.enabled=false", "data.default.env_name=counted",
-        "++env.counted={type: counted:counting}", PYTHONPATH=str(tmp_path),
+        f"grpo.max_num_steps={num_steps}", *NO_VALIDATION,
+        f"data.train.size={num_steps * NUM_PROMPTS}", "checkpointing.enabled=false", "data.default.env_name=counted",
+        "++env.counted={type: counted:counting}", PYTHONPATH=str(tmp_path), deadline_s=1100,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    held = [int(line) for line in (tmp_path / "held").read_text().split()]
-    assert len(held) == NUM_STEPS * NUM_PROMPTS * 2
+    held, memory = zip(*(map(int, line.split()) for line in (tmp_path / "held").read_text().splitlines()), strict=True)
+    assert len(held) == num_steps * NUM_PROMPTS * 2
     steps = [max(held[start : start + NUM_PROMPTS * 2]) for start in range(0, len(held), NUM_PROMPTS * 2)]
     assert min(steps) >= NUM_PROMPTS
-    assert max(steps[NUM_STEPS // 2 :]) <= max(steps[: NUM_STEPS // 2])
+    assert max(steps[num_steps // 2 :]) <= max(steps[: num_steps // 2])
+    if num_steps >= 200:
+        middle, last = (median(memory[int(len(memory) * share) :][: len(memory) // 20]) for share in (0.45, 0.95))
+        assert last - middle < MAX_GROWTH
 
 
 @pytest.mark.slow  # two whole runs
