@@ -1,6 +1,8 @@
 """Several policies through the command line: real vLLM, the quickstart's model, a game of two."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 from nemo_rl.launch.trained_model import find_trained_model
 from nemo_rl.trained.serve_command import served_adapters
 from tests.functional.cli import ROOT, Run, run_grpo
+from tests.functional.test_interrupt_and_resume import kill_at
 from tests.support.metric_names import find_undocumented
 
 pytestmark = pytest.mark.timeout(600)
@@ -83,18 +86,40 @@ def test_a_checkpoint_has_an_adapter_of_each(run: Run) -> None:
     ]
 
 
-@pytest.mark.slow  # exact resuming of the policies is the contract's: tests/contracts/test_several_policies.py
-def test_a_run_goes_on_exactly_from_a_checkpoint(run: Run, tmp_path: Path) -> None:
-    whole = run_grpo(tmp_path / "whole", *SMALL, "grpo.max_num_steps=4")
-    assert run.directory is not None
-    own = f"checkpointing.checkpoint_dir={run.directory / 'checkpoints'}"
-    again = run_grpo(tmp_path / "again", *SMALL, "grpo.max_num_steps=4", own)
+@pytest.mark.slow  # unit tests have the recipe, contracts the adapters of an engine by name
+def test_a_run_of_several_policies_is_evaluated_by_its_game(run: Run, tmp_path: Path) -> None:
+    words = ["eval", str(run.directory), "eval.limit=6", f"eval.output_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_rl", *words], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("*/rollouts-rs42.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) == 6
+    players = [f"exp_001-step_2-{name}" for name in ("first", "start")]
+    for row in rows:
+        assert [m["policy"] for m in row["messages"] if m["role"] == "assistant"] == players[: row["num_turns"]]
+        assert list(row["policy_rewards"]) == players[: row["num_turns"]]
+
+
+@pytest.mark.slow  # background rollouts are test_adapters.py's, each policy's state that of the contracts
+def test_a_killed_run_goes_on_exactly_from_a_checkpoint(tmp_path: Path) -> None:
+    several = (*SMALL, "grpo.max_num_steps=4", "checkpointing.save_period=1", "checkpointing.metric_name=null")
+    whole = run_grpo(tmp_path / "whole", *several)
+    checkpoints = tmp_path / "checkpoints"
+    own = f"checkpointing.checkpoint_dir={checkpoints}"
+    kill_at(checkpoints / "step_2", *several, own, f"logger.log_dir={tmp_path / 'killed'}")
+    again = run_grpo(tmp_path / "again", *several, own)
     for done in (whole, again):
         assert done.returncode == 0, done.stdout + done.stderr
-    expected = adapters(checkpoint(whole, 4))
-    for name, tensors in adapters(checkpoint(run, 4)).items():
+    expected, resumed = adapters(checkpoint(whole, 4)), adapters(checkpoints / "step_4")
+    for name, tensors in resumed.items():
         for tensor, values in tensors.items():
             torch.testing.assert_close(values, expected[name][tensor], rtol=0, atol=1e-6)
+    compared = [f"train/policies/{p}/{m}" for p in ("first", "second") for m in ("loss", "grad_norm", "reward_mean")]
+    for step, found in again.metrics().items():
+        for metric in compared if "train/loss" in found else ():
+            assert found[metric] == pytest.approx(whole.metrics()[step][metric], abs=1e-6), (step, metric)
 
 
 SPELLERS = (
