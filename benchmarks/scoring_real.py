@@ -3,8 +3,9 @@
 uv run benchmarks/scoring_real.py
 
 Each round makes the same rollouts three times, paired: generated without scores, the scores of all of them at once, and
-both together. First the two share all cores, so what overlap can gain is what either leaves idle; then engine and
-reward model have a core each, as a pool has devices of its own, and at best the longer of the two is left.
+both together. First the two share all cores, then engine and reward model have a core each, as a pool has devices of
+its own. Each computes with one thread: with more they have the cores in turns, and overlap can gain nothing. At best
+the longer of the two is left.
 """
 
 import asyncio
@@ -15,6 +16,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import psutil
 from paired import RECIPE
