@@ -173,6 +173,7 @@ class LengthWeightedAdvantages(RewardAdvantages):
 
     @property
     def required_keys(self) -> frozenset[str]:
+        """Return also the number of tokens of each trajectory."""
         return super().required_keys | {keys.TRAJECTORY_TOKENS}
 
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:
@@ -209,6 +210,7 @@ class WhitenedAdvantages(RewardAdvantages):
 
     @property
     def required_keys(self) -> frozenset[str]:
+        """Return also the samples' mask, which the whitening reads."""
         return super().required_keys | {keys.SAMPLE_MASK}
 
     def estimate(self, trajectories: "TrajectoryIndex") -> torch.Tensor:

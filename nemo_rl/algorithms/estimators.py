@@ -288,6 +288,7 @@ class CustomEstimatorConfig(AdvantageEstimatorConfig):
 
     @property
     def needs_greedy_baseline(self) -> bool:
+        """Return whether the estimator reads the greedy rollouts' rewards."""
         return keys.BASELINE_REWARD in self._required_keys
 
     @property

@@ -207,6 +207,7 @@ class _TableReader:
 
 
 def _iter_lines(path: Path) -> Iterator[tuple[bytes, str]]:
+    """Yield complete lines and their locations."""
     try:
         with path.open("rb", buffering=BLOCK_BYTES) as file:
             for number, line in enumerate(file, start=1):

@@ -87,6 +87,7 @@ def _open_weights(
 
 
 def _weight_directories(checkpoint: Path) -> tuple[Path, ...]:
+    """Return where a checkpoint may have its weights."""
     weights = checkpoint / "policy" / "weights"
     weights = weights if weights.is_dir() else checkpoint
     return (weights, weights / "model", *sorted(weights.glob("iter_*"))[-1:])

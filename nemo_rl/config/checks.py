@@ -563,6 +563,7 @@ def _check_data_length(config: SupervisedRunConfig | RewardModelRunConfig) -> No
 
 
 def _check_supervised_metric(config: SupervisedRunConfig) -> None:
+    """Check the metric that ranks checkpoints."""
     metric = _ranking_metric(config, config.algorithm, config.algorithm_key, frozenset(), "loss")
     if metric is not None and metric.name.rpartition("/")[2].endswith("loss") and config.checkpointing.higher_is_better:
         raise ConfigError("checkpointing.higher_is_better", True, f"{metric.text} is better when it is lower: false")

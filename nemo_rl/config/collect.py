@@ -87,6 +87,7 @@ class SampledRunConfig(RolloutRunConfig):
 
     @property
     def sampled_name(self) -> str:
+        """Return the model's name, with that of the adapter on it."""
         name = self.policy.model_name
         return f"{name}/{self.server.model}" if self.server.adapters else name
 
@@ -222,6 +223,7 @@ class EvaluationConfig(Section):
 
     @property
     def score_name(self) -> str:
+        """The metric's name in profiles."""
         if self.metric == "pass@1" or (self.metric == "pass@k" and self.k == 1):
             return f"pass@1[avg-of-{self.num_tests_per_prompt}]"
         return f"pass@{self.k}" if self.metric == "pass@k" else f"majority@{self.k}"

@@ -178,6 +178,7 @@ def make_schema_error(
 
 
 def make_unknown_key_error(path: Path, raw: Any, schema: type[Section] = GRPORunConfig) -> ConfigError:
+    """Return the error of an unknown key, with the nearest key of its section."""
     node = find_schema_node(path[:-1], raw, schema)
     problem = UNKNOWN_KEY
     if node is not None and node.kind is not None and node.entry_name is not None:

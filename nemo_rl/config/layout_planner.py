@@ -83,6 +83,7 @@ def allocate_teacher_pools(
 
 
 def _take_pool(key: str, section: TeacherConfig, left: DevicePool, device: Device) -> tuple[DevicePool, DevicePool]:
+    """Return the teacher's pool and the remaining one."""
     wanted = section.colocated.resources
     resources = f"{key}.colocated.resources"
     if wanted.num_nodes is not None:
@@ -176,6 +177,7 @@ def make_policy_layout(policy: PolicyConfig, cluster: ClusterConfig, device: Dev
 def _needs_cluster(
     models: Iterable[ParallelModelConfig], cluster: ClusterConfig, processes: Iterable[tuple[DeviceSlot, ...]]
 ) -> bool:
+    """Return whether there are several processes, or a model that needs a process of its own."""
     several = any(len(places) > 1 for places in processes)
     needs_own_process = any(model.parallelism.NEEDS_OWN_PROCESS for model in models)
     return several or needs_own_process or cluster.num_nodes > 1 or cluster.address is not None

@@ -92,6 +92,7 @@ class PolicyGradientLossConfig(LossConfig):
 
     @property
     def uses_prev_logprobs(self) -> bool:
+        """Return whether the ratio is against `prev_logprobs`."""
         return not self.force_on_policy_ratio and self.ratio_against == "prev"
 
     @property

@@ -222,6 +222,7 @@ class RolloutRunConfig(Section):
 
     @property
     def generation_timeout_s(self) -> float:
+        """Return the deadline of one generation request."""
         return self.policy.generation.timeout_s
 
     @property
@@ -285,6 +286,7 @@ class TrainingRunConfig(RolloutRunConfig):
 
     @property
     def teacher_sections(self) -> dict[str, TeacherConfig]:
+        """Return every teacher by the key of its section."""
         default = {} if self.teacher is None else {TEACHER: self.teacher}
         return default | {f"{TEACHERS}.{task}": section for task, section in self.teachers.items()}
 

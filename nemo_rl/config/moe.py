@@ -32,6 +32,7 @@ class MoEConfig(Section):
 
     @property
     def balances(self) -> bool:
+        """Return whether a loss or a bias balances the load."""
         return bool(self.aux_loss_coeff or self.z_loss_coeff or self.bias_update_rate)
 
 

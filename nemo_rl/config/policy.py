@@ -409,6 +409,7 @@ class SampledModelConfig(ModelConfig):
 
     @property
     def max_response_length(self) -> int:
+        """Return the maximum number of tokens of one response."""
         return self.generation.max_new_tokens or self.max_total_sequence_length
 
 

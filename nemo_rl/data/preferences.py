@@ -34,10 +34,12 @@ class Preference:
 
     @property
     def prompt_messages(self) -> tuple[Message, ...]:
+        """Return the messages before the answers."""
         return self.messages
 
     @property
     def conversations(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        """Return the conversation with the chosen answer and the one with the rejected answer."""
         better, worse = (Message("assistant", answer) for answer in (self.chosen, self.rejected))
         return (*self.messages, better), (*self.messages, worse)
 

@@ -245,6 +245,7 @@ def messages_key(prompt: Prompt) -> int:
 
 
 def prompt_digest(prompt: Prompt) -> int:
+    """Return a digest of a prompt's task, messages, state and tools."""
     messages = [_digested(message) for message in prompt.messages]
     content = [prompt.task_name, messages, to_jsonable(dict(prompt.env_state)), to_jsonable(list(prompt.tools))]
     return int(hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16], 16)

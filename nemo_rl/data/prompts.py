@@ -148,6 +148,7 @@ class LazyPrompts:
         return (prompt for prompt, _ in self.read_rows(indices))
 
     def read_rows(self, indices: Sequence[int]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+        """Yield the prompts at `indices`, each with its row."""
         for index, row in zip(indices, self._rows.rows(indices), strict=True):
             yield self._build_prompt(index, row), row
 

@@ -193,6 +193,7 @@ class BlockingCalls:
 
 
 def _call(function: Callable[[], Any], user_code: str) -> _Outcome:
+    """Call the function in an empty context."""
     if user_code:
         USER_CODE.begin(user_code)
     try:

@@ -106,6 +106,7 @@ class Recording:
         )
 
     def selected(self, selection: TrajectorySelection) -> tuple[Chain, ...]:
+        """Return the chains that are trained on."""
         longest = self.longest
         return self.chains if selection == "all" or longest is None else (longest,)
 

@@ -74,6 +74,7 @@ class ReplayBuffer:
 
     @property
     def complete(self) -> tuple[BufferedGroup, ...]:
+        """Return the complete groups in the training order."""
         return tuple(self._complete[prompt_index] for prompt_index in sorted(self._complete))
 
     def is_running(self, prompt_index: int) -> bool:

@@ -110,6 +110,7 @@ def _num_environment_tokens(trajectory: Trajectory) -> int:
 
 
 def _mean_named_rewards(survivors: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean of each named reward over the rollouts that have it."""
     names = sorted({name for t in survivors for name in t.rewards})
     if len(names) < 2:
         return {}

@@ -361,6 +361,7 @@ def observation_failure(error: Exception) -> Failure:
 
 
 def truncated_failure(task: str) -> Failure:
+    """Return the failure of a rollout that is cut off before any reward."""
     cause = f"cut off by a limit before any reward, and env.{task}.truncated_reward is null"
     return Failure(FailureClass.TRUNCATED, cause)
 

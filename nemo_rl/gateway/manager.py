@@ -79,6 +79,7 @@ class GatewayManager:
 
     @property
     def num_sessions(self) -> tuple[int, ...]:
+        """Return the number of open sessions of each server."""
         return tuple(server.num_sessions for server in self._servers)
 
     @property

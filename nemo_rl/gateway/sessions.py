@@ -389,6 +389,7 @@ def find_echoed(nodes: Sequence[Node], echo: Echo, known: Sequence[Message]) -> 
 
 
 def history_digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Return the digests of the histories of 0, 1, ... messages."""
     digests = [tools_digest(tools)]
     for message in messages:
         digests.append(history_digest(digests[-1], message))

@@ -102,6 +102,7 @@ class ReplicatedGeneration:
 
     @property
     def replicas(self) -> tuple[Generation, ...]:
+        """Return the engines that are alive."""
         return tuple(self._live_engines.values())
 
     @property
@@ -289,6 +290,7 @@ class ReplicatedGeneration:
         return GenerationError(f"no engine replica is left of {len(self._wanted)}; the last: {self._last_death}")
 
     async def pause(self, *, keep_cache: bool = False) -> None:
+        """Pause all replicas, for a refit."""
         await self.begin_refit()
         await self._for_all_engines(lambda engine: engine.pause(keep_cache=keep_cache))
 

@@ -49,6 +49,7 @@ class TrainingJob:
 
     @property
     def command(self) -> tuple[str, ...]:
+        """Return the supervised command that the job runs."""
         program = self.slurm.program or [self.python, "-m", "nemo_rl"]
         own = ("run", "--restarts", str(self.slurm.restarts), "--directory", str(self.directory))
         return (*program, *own, "--", self.verb, "--config", str(self.config_path))

@@ -124,6 +124,7 @@ class RunMemory:
         return max(BUCKET_BYTES, 2 * self.policy.compute_bytes * self.policy.shape.head_parameters)
 
     def devices(self) -> dict[str, list[Moment]]:
+        """Return the moments of each kind of device."""
         context = {"context": CONTEXT_BYTES}
         if self.engine is None or not self.shares_device:
             found = {"policy": self._policy_moments(context)}

@@ -169,6 +169,7 @@ def _is_path(name: str) -> bool:
 
 
 def _closest_sibling(directory: Path) -> list[str]:
+    """Return the sibling directory with the most similar name."""
     parent = directory.parent
     names = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
     return [str(parent / name) for name in difflib.get_close_matches(directory.name, names, n=1)]

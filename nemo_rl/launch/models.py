@@ -60,6 +60,7 @@ def _prepare_vision_model(directory: Path, seed: int) -> Path:
 
 
 def _is_made(directory: Path, recipe: str) -> bool:
+    """Return whether the directory is complete, with the weights of this recipe."""
     marker = directory / COMPLETE_MARKER
     return marker.is_file() and marker.read_text() == recipe
 

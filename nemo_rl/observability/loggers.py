@@ -247,6 +247,7 @@ class WandbLogger:
         logger.info("W&B: %s", where if is_offline else self._run.url)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log metrics over the step metrics of their charts."""
         self._run.log({**_step_metrics(metrics, step), **metrics})
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
@@ -305,6 +306,7 @@ def _to_json_cell(value: object) -> object:
 
 
 def _to_markdown_cell(value: object) -> str:
+    """Return text that stays inside its Markdown cell."""
     text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
     return text.replace("\n", "<br>")
 

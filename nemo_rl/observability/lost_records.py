@@ -19,5 +19,6 @@ class LostRecords:
         return ", ".join(f"{file} lacks {count}" for file, count in self._counts.items())
 
     def check(self) -> None:
+        """Raise RecordError if records are lost."""
         if self._counts:
             raise RecordError(f"records could not be written: {self}; make room, and see the first error in the log")

@@ -43,6 +43,7 @@ class AdapterDescription:
 
     @property
     def scale(self) -> float:
+        """Return the factor of B A."""
         return self.alpha / self.rank
 
 

@@ -162,6 +162,7 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _alone(token_ids: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of a model with packed attention for one sequence."""
     return PackedSequences.of((len(token_ids),), len(token_ids), token_ids.device).model_inputs(token_ids.unsqueeze(0))
 
 

@@ -42,6 +42,7 @@ class ContextRanks:
 
     @property
     def alone(self) -> "ContextRanks":
+        """Return this rank with rows of its own."""
         return ContextRanks(None, 0, 1, self.parts)
 
     def slice_size(self, num_tokens: int) -> int:
@@ -87,6 +88,7 @@ class SlicedSequences:
 
     @property
     def size(self) -> int:
+        """Return n, the tokens of each rank."""
         return self.row.positions.shape[1] // self.ranks.size
 
     @property

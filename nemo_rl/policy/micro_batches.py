@@ -261,6 +261,7 @@ def columns_of(batch: TrainingBatch) -> dict[str, torch.Tensor] | None:
 
 
 def images_of(batch: TrainingBatch) -> RowImages | None:
+    """Return the images of the rows; None if the batch has none."""
     rows = batch.get(keys.IMAGE_ROWS, None)
     return None if rows is None else RowImages(rows, batch[keys.IMAGES])
 

@@ -83,6 +83,7 @@ class Offloader:
         return part in self._copies and bool(self._copies[part].away)
 
     def buffers(self, part: OffloadPart) -> list[torch.Tensor]:
+        """Return the host memory of a part."""
         return list(self._copies[part].chunks) if part in self._copies else []
 
     @torch.no_grad()

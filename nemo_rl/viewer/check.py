@@ -68,6 +68,7 @@ class Evidence:
     _trends: dict[str, Trend | None] = field(default_factory=dict)
 
     def finite(self, name: str) -> list[float]:
+        """Return the finite values of a metric in the order of the steps."""
         return [value for value in self.source.metrics.series(name).values() if math.isfinite(value)]
 
     def trend(self, name: str) -> Trend | None:
@@ -89,6 +90,7 @@ class Evidence:
 
     @cached_property
     def is_solved(self) -> bool:
+        """Return whether the last rewards are close to the highest one of any rollout."""
         return self.highest_reward > 0 and self.last("train/reward") >= SOLVED * self.highest_reward
 
     def rollouts_link(self, text: str, **filters: object) -> tuple[str, str]:

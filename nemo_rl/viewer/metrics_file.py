@@ -44,6 +44,7 @@ class MetricsFile:
 
     @property
     def steps(self) -> list[int]:
+        """Return the training steps that have been logged."""
         trained = self.by_name.get("timing/train/total_step_time") or self.by_name.get("train/reward") or {}
         return sorted(trained or self.by_name.get("train/loss", {}))
 

@@ -68,6 +68,7 @@ class RolloutSet:
 
     @property
     def progress(self) -> float:
+        """Return the share of the bytes that is indexed."""
         size = sum(index.size for index in self.indexes)
         return 1.0 if not size else sum(index.end for index in self.indexes) / size
 

@@ -411,6 +411,7 @@ def named_weights(
 
 
 def _plain_parts(model: PreTrainedModel) -> Mapping[str, FilePart] | None:
+    """Return the parts of a model with adapters, by the names of the plain model."""
     parts = file_parts(model)
     if parts is None:
         return None

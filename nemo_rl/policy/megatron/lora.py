@@ -182,6 +182,7 @@ class StageAdapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
+        """Return a context in which the stage is the initial one."""
         for adapter in self._layers.values():
             adapter.is_on = False
         try:

@@ -94,6 +94,7 @@ def _inverse_frequencies(model: PreTrainedModel) -> torch.Tensor:
 
 
 def stage_weights(stage: Stage, model: PreTrainedModel) -> StageWeights:
+    """Return the weights of the model that the stage holds."""
     return StageWeights(stage, model.config, {name: tensor.shape for name, tensor in model.state_dict().items()})
 
 

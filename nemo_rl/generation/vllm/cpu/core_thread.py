@@ -349,6 +349,7 @@ class InProcessEngine:
             raise GenerationError(f"vLLM did not start: {type(cause).__name__}: {cause}") from cause
 
     def get_num_unfinished_requests(self) -> int:
+        """Return the number of awaited requests."""
         return len(self._unfinished)
 
     async def generate(

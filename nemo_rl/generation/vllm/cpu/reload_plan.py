@@ -221,6 +221,7 @@ def _is_packed(layer: nn.Module) -> bool:
 
 
 def layouts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorLayout]:
+    """Return shape, stride and dtype of each tensor."""
     return {name: (tuple(t.shape), tuple(t.stride()), t.dtype) for name, t in tensors.items()}
 
 
