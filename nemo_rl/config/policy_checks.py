@@ -34,7 +34,7 @@ def check_policies(config: GRPORunConfig) -> None:
 
 
 def check_speakers(config: RolloutRunConfig) -> None:
-    """Raise ConfigError for an environment whose policies the run does not have, or cannot play it."""
+    """Raise ConfigError for an environment that names policies which the run does not have or it cannot use."""
     table, known = config.policy_table
     for name, section in config.env.items():
         if section.policies and not known:

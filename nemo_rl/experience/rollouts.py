@@ -227,7 +227,10 @@ class _SchedulerRun:
         del held
 
     async def _encode_images(self, messages: Sequence[Message]) -> Sequence[EncodedImage]:
-        """Encode the images of messages outside of the event loop; as ImageEncoder.encode_all."""
+        """Encode the images of messages outside of the event loop, as ImageEncoder.encode_all.
+
+        Hold the result until the messages are encoded: meanwhile the encoder finds each image and processes none again.
+        """
         images = [image for message in messages for image in message.images]
         if not images or (encoder := self._dependencies.encoder.images) is None:
             return ()

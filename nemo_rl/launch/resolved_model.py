@@ -1,6 +1,6 @@
 """Models of a run without their weights: path, configuration, tokenizer and chat template, read and checked once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -9,7 +9,7 @@ from nemo_rl.algorithms.cross_tokenizer_stage import TeacherTargetBuilder
 from nemo_rl.algorithms.cross_tokenizer_targets import TokenMap
 from nemo_rl.config.checks import uses_cross_tokenizer
 from nemo_rl.config.data import BaseDataConfig, resolve_dataset
-from nemo_rl.config.images import VISION_FAMILIES
+from nemo_rl.config.images import VISION_FAMILIES, ImagesConfig
 from nemo_rl.config.master import DistillationRunConfig, RolloutRunConfig, TrainingRunConfig
 from nemo_rl.config.moe import check_moe
 from nemo_rl.config.policy import ModelConfig, PolicyConfig, TeacherConfig
@@ -99,10 +99,16 @@ def check_image_rows(data: BaseDataConfig, encoder: ChatEncoder) -> None:
     """Raise ConfigError for rows with images and a policy that reads text."""
     if encoder.images is not None or encoder.is_rendered_by_server:
         return
+    for key, section in _image_sections(data):
+        raise ConfigError(key, section.model_dump(exclude_unset=True), READS_TEXT.format("null,"))
+
+
+def _image_sections(data: BaseDataConfig) -> Iterator[tuple[str, ImagesConfig]]:
+    """Yield the `images` of each dataset that has one, by its key."""
     for key, own in data.datasets:
         section = resolve_dataset(own, data.default, key=key)[1].images
         if section is not None:
-            raise ConfigError(f"{key}.images", section.model_dump(exclude_unset=True), READS_TEXT.format("null,"))
+            yield f"{key}.images", section
 
 
 def check_router_replay(policy: PolicyConfig, model: PreTrainedConfig) -> None:
@@ -172,10 +178,7 @@ def _find_images_key(config: TrainingRunConfig) -> str | None:
     for name, environment in config.env.items():
         if environment.shows_images:
             return f"env.{name}.images"
-    for key, own in config.data.datasets:
-        if resolve_dataset(own, config.data.default, key=key)[1].images is not None:
-            return f"{key}.images"
-    return None
+    return next((key for key, _ in _image_sections(config.data)), None)
 
 
 def _check_teacher_images(

@@ -126,12 +126,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_policy_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the argument by which `chosen_policy` differs from `chosen_model`."""
+    """Add the argument that names one of several policies; `chosen_policy` reads it."""
     parser.add_argument(POLICY_OPTION, metavar="NAME", help="the one to take of a run of several policies")
 
 
 def chosen_policy(parsed: argparse.Namespace) -> TrainedModel:
-    """Return the model that the command line names, of a run of several policies that of one; raises as the others."""
+    """Return the model of `chosen_model`, that of one policy if the run has several; raises as `of_policy` does."""
     return chosen_model(parsed).of_policy(parsed.policy)
 
 
