@@ -106,7 +106,8 @@ class ExpertRouting:
             return None
         layers = torch.stack([self._live[index] for index in range(self._shape[0])], dim=1)
         self._live = {}
-        return self._layout.spread(layers.to(getattr(torch, id_dtype(self._shape[1]).name)))
+        dtype = getattr(torch, id_dtype(self._shape[1]).name)
+        return self._layout.spread(layers.int()).to(dtype)  # torch moves no rows of its larger unsigned types
 
     def take_metrics(self, layout: RankLayout) -> dict[str, float]:
         """Return the metrics of all passes with gradients since the last call, over all ranks; all ranks call it."""

@@ -208,10 +208,6 @@ def check_training(key: str, section: TrainedMegatronConfig, policy: PolicyConfi
         raise ConfigError("policy.optimizer.kwargs.lr", policy.optimizer.kwargs.get("lr"), problem)
     _check_scheduler(section, key)
     check_patterns(section.peft, key=f"{key}.peft")
-    replay = policy.router_replay
-    if replay.records_own:
-        problem = "Megatron's ranks replay the experts of engines, and record none; allowed: R3, observe"
-        raise ConfigError("policy.router_replay.mode", replay.mode, problem)
 
 
 def check_model(section: MegatronConfig, model: "PreTrainedConfig", *, key: str) -> None:

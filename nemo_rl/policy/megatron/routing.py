@@ -1,6 +1,7 @@
-"""Routing in a stage of Megatron's: replay of recorded experts, and metrics of their balance.
+"""Routing in a stage of Megatron's: replay of recorded experts, records of its own, and metrics of their balance.
 
-A token goes to the experts that it went to in the engine, with the live weights of the router, which so has a gradient.
+A token goes to the experts that it went to in the engine, or in the policy's log-prob pass, with the live weights of
+the router, which so has a gradient.
 megatron-core 0.16.1 has a replay of its own, whose instances are global to the process and whose backward pass pops a
 queue in the order of the forward passes. Here each router is asked through the same interface, `get_replay_topk`, and
 the rows of a micro-batch come back if a layer is recomputed, in whatever order stages compute.
@@ -9,7 +10,7 @@ N tokens of a micro-batch in Megatron's order, L layers with experts, E experts,
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nemo_rl.column_arrays import id_dtype
 from nemo_rl.config.policy import RouterReplayConfig
 from nemo_rl.distributed.expert_routers import probabilities
 from nemo_rl.errors import PolicyError
@@ -73,20 +75,33 @@ class RoutedPass:
     is_other: torch.Tensor  # [2, N] bool: in a layer of this stage the used, and the live, experts are not the recorded
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedPass:
+    """The experts of a micro-batch's forward pass without gradients."""
+
+    num_tokens: int
+    width: int  # T
+    pack: PackedSequences | SlicedSequences | None
+    layers: dict[int, torch.Tensor] = field(default_factory=dict)  # [N, k] of this stage's, by index
+
+
 class StageRouting:
     """The routers of a stage, which all must have been made; those of frozen copies of the model are left alone.
 
     Args:
         stage: whose routers are observed, and replay routes.
         mixture: the experts of the whole model.
-        config: whether tokens go to recorded experts, or are only compared with them.
+        config: whether tokens go to recorded experts, or are only compared with them, and who records.
     """
 
     def __init__(self, stage: nn.Module, mixture: Mixture, config: RouterReplayConfig) -> None:
         layers = [index for index, has_experts in enumerate(mixture.has_experts) if has_experts]
         self._shape, self._topk, self._config = (len(layers), mixture.num_experts), mixture.topk, config
+        self._dtype: torch.dtype = getattr(torch, id_dtype(mixture.num_experts).name)
+        self._device = next(stage.parameters()).device
         self._routes: dict[int, RouterRoutes] = {}  # keyed by the index among the layers with experts
         self._passes: list[RoutedPass] = []  # since the metrics were taken
+        self._records: list[RecordedPass] = []  # since they were taken
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # load [E] and entropy of these, by layer
         self._is_observing = False
         for router in find_routers(stage):
@@ -109,10 +124,27 @@ class StageRouting:
         rows = None if recorded is None else self._read(recorded, pack)
         self._set({index: None if rows is None else rows[:, index] for index in self._routes})
         self._is_observing = torch.is_grad_enabled()
+        if not self._is_observing and self._config.records_own:
+            self._records.append(RecordedPass(len(counted), needed.shape[1], pack))
         if self._is_observing:
             is_missing = torch.ones_like(counted) if rows is None else (rows < 0).flatten(1).any(1)
             is_other = torch.zeros(2, len(counted), dtype=torch.bool, device=counted.device)
             self._passes.append(RoutedPass(counted, is_missing, is_other))
+
+    def take_records(self) -> list[torch.Tensor]:
+        """Return the experts of each pass without gradients since the last call, as columns [B, T, L, k] on the CPU.
+
+        Empty unless the policy records its own. All ranks call it: each stage knows the experts of its own layers.
+        """
+        records, self._records = self._records, []
+        return [self._to_column(record) for record in records]
+
+    def _to_column(self, record: RecordedPass) -> torch.Tensor:
+        ids = torch.zeros(record.num_tokens, self._shape[0], self._topk, dtype=torch.int32, device=self._device)
+        for index, layer in record.layers.items():
+            ids[:, index] = layer
+        dist.all_reduce(ids, group=parallel.pipeline_group())
+        return _spread(ids, record.width, record.pack).cpu().to(self._dtype)
 
     def recall(self) -> AbstractContextManager[None]:
         """Return a context with the rows of this call, to recompute a layer."""
@@ -145,6 +177,8 @@ class StageRouting:
         def observe(used: torch.Tensor, live: torch.Tensor, recorded: torch.Tensor | None) -> None:
             if self._is_observing:
                 self._observe(router, index, used, live, recorded)
+            elif self._records:
+                self._records[-1].layers[index] = used.to(self._dtype)
 
         self._routes[index] = routes = RouterRoutes(observe, replays=self._config.replays)
         router.router_replay = routes  # pyright: ignore[reportAttributeAccessIssue]
@@ -189,6 +223,11 @@ class StageRouting:
         finally:
             self._set(now)
             self._is_observing = was_observing
+
+
+def _spread(values: torch.Tensor, width: int, pack: PackedSequences | SlicedSequences | None) -> torch.Tensor:
+    """Return values [N, ...] in Megatron's order as a column [B, T, ...], with any value in padding."""
+    return values.unflatten(0, (width, -1)).transpose(0, 1) if pack is None else pack.spread(values)
 
 
 def _lay_out(column: torch.Tensor, pack: PackedSequences | SlicedSequences | None) -> torch.Tensor:

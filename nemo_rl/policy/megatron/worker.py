@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -324,7 +324,8 @@ def score(
 ) -> Iterator[tuple[torch.Tensor, TokenScores]]:
     """Return an iterator of (rows, scores) of this rank's rows, without gradients; only the last stage has any.
 
-    All micro-batches are computed before the first is returned; their scores wait on the CPU.
+    All micro-batches are computed before the first is returned; their scores wait on the CPU. `mode: R2` of
+    `policy.router_replay` adds their experts, which all stages tell.
     """
 
     def move_to_cpu(
@@ -337,6 +338,9 @@ def score(
     parts = list(micro_batches(inputs, torch.arange(len(batch)), size, layout))
     with torch.no_grad():
         read = _run(module, parts, wanted, move_to_cpu, device=device, forward_only=True, collect_non_loss_data=True)
+    routing = cast(Stage, module).routing
+    if routing is not None and (routes := routing.take_records()) and read:
+        read = [(rows, scores._replace(routes=own)) for (rows, scores), own in zip(read, routes, strict=True)]
     return ((rows, scores) for rows, scores in read if len(rows) > 0)
 
 

@@ -54,11 +54,6 @@ CORRECTED = "loss_fn.use_importance_sampling_correction=true"
             r"policy\.router_replay\.enabled is true, which needs whole engines",
         ),
         (
-            ["policy.router_replay={enabled: true, mode: R2}", "policy.megatron_cfg.enabled=true"],
-            "policy.router_replay.mode",
-            "Megatron's ranks replay the experts of engines, and record none; allowed: R3, observe",
-        ),
-        (
             ["policy.sequence_packing.share_prefixes=true"],
             "policy.sequence_packing.share_prefixes",
             r"policy\.sequence_packing\.enabled is false: .* allowed: false, or both true",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_rl.config.policy import PolicyConfig
@@ -19,6 +20,7 @@ from nemo_rl.policy.ranks import SINGLE_RANK
 from tests.contracts.expert_models import (
     EXPERTS,
     MISSING,
+    SIZES,
     TOP_K,
     batch_with_routes,
     expert_model,
@@ -227,6 +229,20 @@ def test_r2_replays_the_experts_of_the_log_prob_pass_in_later_optimizer_steps(
     assert metrics["num_optimizer_steps"] == 2
     assert metrics["moe/missing_routes"] == metrics["moe/other_experts"] == 0
     assert metrics["moe/live_other_experts"] > 0.05  # the second step, after large changes of the weights
+
+
+def test_r2_records_experts_whose_numbers_take_two_bytes(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"num_experts": 300, "moe_intermediate_size": 8, "intermediate_size": 32}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes)).eval()
+    model.save_pretrained(tmp_path)
+    policy = make_policy(SINGLE_RANK, tmp_path, router_replay={"enabled": True, "mode": "R2"}, **PACKED)
+    batch = make_sharing_batch(LENGTHS)
+    routes = merge_rows([policy.logprobs(batch)], batch)[1]
+    assert routes.dtype == torch.uint16
+    assert routes.long().max() > 255
+    for row, length in enumerate(LENGTHS):
+        expected = hf_routes(model, batch["token_ids"][row, :length].tolist())
+        assert torch.equal(routes[row, :length].long().sort(-1).values, expected)
 
 
 def test_a_batch_without_routes_is_missing_all(directories: dict[str, Path]) -> None:

@@ -115,12 +115,6 @@ def test_optimizer_that_needs_whole_weights_is_refused() -> None:
     check(optimizer=optimizer, megatron_cfg={"optimizer": {"optimizer": "adam"}})  # which is in its place
 
 
-def test_routes_are_those_of_engines() -> None:
-    check(mixtral().config, router_replay={"enabled": True})
-    with pytest.raises(ConfigError, match=r"policy\.router_replay\.mode = 'R2': .*allowed: R3"):
-        check(mixtral().config, router_replay={"enabled": True, "mode": "R2"})
-
-
 def test_nothing_is_asked_of_a_policy_on_fsdp2() -> None:
     check(GPT2Config(), megatron_cfg={"enabled": False, "tensor_model_parallel_size": 7})
 
