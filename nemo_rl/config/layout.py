@@ -62,6 +62,7 @@ class Layout:
     engine_in_driver: bool = False  # the one engine is in the driver's process, beside the policy or its workers
     engine_with_policy: bool = False  # the policy's one rank and the one engine are in the driver's process
     ranks_gather_all: bool = True  # a refit may gather all weights on every policy rank
+    divides_cores: bool = False  # on a CPU, engines sample while models are trained and score: each side has half
 
     @property
     def num_devices(self) -> int:

@@ -152,6 +152,7 @@ def make_layout(config: TrainingRunConfig, device: Device) -> Layout:
         teachers=teachers,
         engine_in_driver=generation.runs_in_driver,
         ranks_gather_all=policy.parallelism.GATHERS_ON_ALL_RANKS,
+        divides_cores=device == "cpu" and not is_split and config.algorithm.background.overlaps,
     )
     generation.check_layout(layout, collects_in_background=config.algorithm.background.enabled)
     engine = generation.for_layout(layout, samples_beside_training=config.algorithm.samples_beside_training)

@@ -106,6 +106,11 @@ class AsyncRolloutsConfig(Section):
     # a group at the age bound that still runs: the trainer waits for it, drops it, or takes its ended rollouts
     stale_groups: Literal["wait", "drop", "trim"] = "wait"
 
+    @property
+    def overlaps(self) -> bool:
+        """Return whether engine and trainer compute at the same time."""
+        return self.enabled and self.max_trajectory_age_steps > 0
+
 
 class RolloutTrainingConfig(Section):
     """Training on rollouts of the policy: how many, for how long, and how it is validated."""

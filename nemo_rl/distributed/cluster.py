@@ -197,7 +197,7 @@ class ReservedSlot:
 
     node_id: str
     node_ip: str
-    node_cpus: float  # cores of the whole node
+    node_cpus: float  # cores for all ranks on the node
     strategy: Any  # Ray's scheduling strategy
     env_vars: Mapping[str, str]
 
@@ -288,8 +288,9 @@ async def _resolve_nodes(group: PlacementGroup, layout: Layout, *, has_gpus: boo
     if has_gpus:
         gpu_ids = await asyncio.gather(*(_gpu_ids(group, i, layout.gpus_per_node) for i in range(layout.num_nodes)))
     found = [by_id[ids[index]] for index in range(layout.num_nodes)]
+    parts = 2 if layout.divides_cores else 1
     return [
-        _Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"].get("CPU", 1), gpus)
+        _Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"].get("CPU", 1) / parts, gpus)
         for node, gpus in zip(found, gpu_ids, strict=True)
     ]
 

@@ -134,8 +134,12 @@ def adapt_engine(key: str, path: str, target: Any) -> Entry[Any]:
 
 
 def _own_arguments(model: EngineModel) -> dict[str, Any]:
-    """Return the fields of `model` that engines of this module may take; none holds adapters or counts requests."""
-    return {name: value for name, value in asdict(model).items() if name not in ("adapters", "trace", "profile_dir")}
+    """Return the fields of `model` that engines of this module may take.
+
+    None has a process of its own, holds adapters or counts requests.
+    """
+    others = ("adapters", "divides_cores", "trace", "profile_dir")
+    return {name: value for name, value in asdict(model).items() if name not in others}
 
 
 async def _call_with_declared(target: Callable[..., Any], kwargs: dict[str, Any], model: dict[str, Any]) -> Generation:

@@ -33,6 +33,7 @@ class EngineModel:
     max_model_len: int
     device: str
     trust_remote_code: bool = False
+    divides_cores: bool = False  # on a CPU, with a trainer that computes at the same time
     records_routes: bool = False  # completions have the column `token_columns.ROUTED_EXPERTS`
     adapters: AdapterSlots | None = None  # None: refits bring whole weights
     vision_type: str | None = None  # type of a model that sees (config/images.py); None: it reads text

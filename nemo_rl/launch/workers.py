@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from nemo_rl.algorithms.placement import Placement
 from nemo_rl.algorithms.teacher_stages import Teachers
@@ -87,6 +90,8 @@ async def open_workers(run: ResolvedRun, *, log_dir: Path, stack: AsyncExitStack
         "tokenizer": run.policy.tokenizer,
         **({"policies": _several_policies(config)} if isinstance(config, GRPORunConfig) and config.policies else {}),
     }
+    if layout.divides_cores:
+        stack.enter_context(_half_of_cores())  # for models in this process; ranks of a cluster are told theirs
     reservation = await _open_cluster(config, layout, stack)
     teachers = await open_teachers(run, reservation, log_dir=log_dir, stack=stack)
     slots = [] if reservation is None else [reservation.slot(slot) for slot in layout.engines]
@@ -107,6 +112,18 @@ async def open_workers(run: ResolvedRun, *, log_dir: Path, stack: AsyncExitStack
         and any(teacher.shares_policy_device for teacher in teacher_slots),
     )
     return Workers(policy, generation, placement, teachers)
+
+
+@contextmanager
+def _half_of_cores() -> Iterator[None]:
+    """Let models that threads of this process make in the block compute on half of the cores, unless the user says."""
+    usual = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usual // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def join_cluster(config: TrainingRunConfig | SupervisedRunConfig, layout: Layout) -> None:
@@ -226,6 +243,7 @@ async def _open_generation(
         config.policy.engine_dtype,
         length,
         layout.device,
+        divides_cores=layout.divides_cores,
         records_routes=records,
         adapters=_adapter_slots(config),
         vision_type=policy.config.model_type if sees(policy.config) else None,

@@ -126,7 +126,11 @@ class VllmActorGeneration:
             max_concurrency=MAX_CONCURRENCY,
             label=f"engine {index}",
             env_vars=environment(
-                model.device, num_replicas, num_workers=section.num_workers, start_timeout_s=start_timeout_s
+                model.device,
+                num_replicas,
+                num_workers=section.num_workers,
+                start_timeout_s=start_timeout_s,
+                divides_cores=model.divides_cores,
             ),
             **placed,
         )

@@ -115,7 +115,8 @@ class VllmGeneration:
         With `vllm_cfg.in_process` it starts on a thread; else its process is spawned and imports the main module again:
         scripts need the `__main__` guard.
         """
-        async with starting_engine(model.device, start_timeout_s, num_workers=section.num_workers):
+        cores = {"num_workers": section.num_workers, "divides_cores": model.divides_cores}
+        async with starting_engine(model.device, start_timeout_s, **cores):
             engine = start_engine(section, model)
             generation = cls(
                 engine,

@@ -43,7 +43,12 @@ _STARTING = threading.Lock()  # held while an engine of this process starts
 
 
 def environment(
-    device: str, num_replicas: int = 1, *, num_workers: int = 1, start_timeout_s: float = START_S
+    device: str,
+    num_replicas: int = 1,
+    *,
+    num_workers: int = 1,
+    start_timeout_s: float = START_S,
+    divides_cores: bool = False,
 ) -> dict[str, str]:
     """Return the environment variables of the engine's processes, without those that the user has set.
 
@@ -51,33 +56,36 @@ def environment(
     """
     wanted = {**QUIET_ENV, "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_timeout_s))}
     if device == "cpu":
-        wanted |= process_variables(num_replicas, num_workers)
+        wanted |= process_variables(num_replicas, num_workers, divides_cores=divides_cores)
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 @asynccontextmanager
 async def starting_engine(
-    device: str, start_timeout_s: float = START_S, *, num_workers: int = 1
+    device: str, start_timeout_s: float = START_S, *, num_workers: int = 1, divides_cores: bool = False
 ) -> AsyncIterator[None]:
     """Do as `importing_vllm`, for one engine start at a time: two would restore each other's environment."""
     while not _STARTING.acquire(blocking=False):  # noqa: ASYNC110  another thread's event loop may hold it
         await asyncio.sleep(START_POLL_S)
     try:
-        with importing_vllm(device, start_timeout_s, num_workers=num_workers):
+        with importing_vllm(device, start_timeout_s, num_workers=num_workers, divides_cores=divides_cores):
             yield
     finally:
         _STARTING.release()
 
 
 @contextlib.contextmanager
-def importing_vllm(device: str, start_timeout_s: float = START_S, *, num_workers: int = 1) -> Iterator[None]:
+def importing_vllm(
+    device: str, start_timeout_s: float = START_S, *, num_workers: int = 1, divides_cores: bool = False
+) -> Iterator[None]:
     """Set the environment for importing vLLM and spawning its engine; variables set by the user stay.
 
     Restores environment and global random states at the end: vLLM seeds the generators, and sets variables for its own
     processes (LD_PRELOAD on a CPU) that processes started later by the trainer would inherit.
     """
     before = dict(os.environ)
-    added = environment(device, num_workers=num_workers, start_timeout_s=start_timeout_s)
+    own = {"num_workers": num_workers, "start_timeout_s": start_timeout_s, "divides_cores": divides_cores}
+    added = environment(device, **own)
     quiet = warnings.catch_warnings(action="ignore")  # as PYTHONWARNINGS does in the engine's process
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     os.environ.update(added)

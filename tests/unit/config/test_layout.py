@@ -72,6 +72,32 @@ def test_on_several_cpu_nodes_neighbours_stay_together() -> None:
     assert [place.node for place in asked.engines] == [0, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("device", "values", "divides_cores"),
+    [
+        ("cpu", {}, False),
+        ("cpu", {"grpo.async_grpo.enabled": True}, True),
+        ("cpu", {"grpo.async_grpo.enabled": True, f"{POLICY}.data_parallel_size": 2}, True),
+        ("cpu", {"grpo.async_grpo": {"enabled": True, "max_trajectory_age_steps": 0}}, False),
+        ("cpu", {"grpo.val_overlap": True}, False),  # training's own rollouts take turns with the trainer
+        ("cuda", {"grpo.async_grpo.enabled": True, f"{ENGINES}.vllm_cfg.enable_sleep_mode": False}, False),
+        (
+            "cpu",
+            {
+                "grpo.async_grpo.enabled": True,
+                "cluster.num_nodes": 2,
+                f"{ENGINES}.colocated": {"enabled": False, "resources": {"num_nodes": 1}},
+            },
+            False,
+        ),
+    ],
+)
+def test_engine_and_trainer_divide_cores_if_both_compute_at_once(
+    device: str, values: dict[str, Any], divides_cores: bool
+) -> None:
+    assert layout(device, values).divides_cores is divides_cores
+
+
 def test_colocated_engines_stand_on_the_policys_gpus() -> None:
     shared = layout("cuda", {"cluster.gpus_per_node": 4, f"{ENGINES}.vllm_cfg.tensor_parallel_size": 2})
     assert shared.ranks == device_slots((0, (0,)), (0, (1,)), (0, (2,)), (0, (3,)))

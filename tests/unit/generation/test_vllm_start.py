@@ -221,26 +221,34 @@ def test_vllm_loads_a_model_for_as_long_as_the_run_allows(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("num_replicas", "num_workers", "num_nodes", "num_threads"),
+    ("num_replicas", "num_workers", "num_nodes", "divides_cores", "num_threads"),
     [
-        (1, 1, 1, None),
-        (1, 1, 0, None),
-        (1, 2, 1, "4"),
-        (1, 2, 0, "4"),
-        (1, 2, 2, None),
-        (2, 1, 1, "4"),
-        (2, 2, 4, "2"),
-        (9, 2, 1, "1"),
+        (1, 1, 1, False, None),
+        (1, 1, 0, False, None),
+        (1, 2, 1, False, "4"),
+        (1, 2, 0, False, "4"),
+        (1, 2, 2, False, None),
+        (2, 1, 1, False, "4"),
+        (2, 2, 4, False, "2"),
+        (9, 2, 1, False, "1"),
+        (1, 1, 1, True, "4"),
+        (2, 1, 2, True, "2"),
+        (4, 2, 1, True, "1"),
     ],
 )
-def test_replicas_and_workers_on_one_memory_node_divide_its_cores(
-    monkeypatch: pytest.MonkeyPatch, num_replicas: int, num_workers: int, num_nodes: int, num_threads: str | None
+def test_replicas_workers_and_a_trainer_divide_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    num_replicas: int,
+    num_workers: int,
+    num_nodes: int,
+    divides_cores: bool,
+    num_threads: str | None,
 ):
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(settings, "num_memory_nodes", lambda: num_nodes)
-    variables = environment("cpu", num_replicas, num_workers=num_workers)
+    variables = environment("cpu", num_replicas, num_workers=num_workers, divides_cores=divides_cores)
     assert variables.get("OMP_NUM_THREADS") == num_threads
     assert variables.get("VLLM_CPU_OMP_THREADS_BIND") == (None if num_threads is None else "nobind")
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment("cuda", num_replicas, num_workers=num_workers)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from nemo_rl.config.collect import CollectRunConfig
@@ -16,9 +17,29 @@ from nemo_rl.errors import ConfigError, GenerationError, WorkerError
 from nemo_rl.launch import workers
 from nemo_rl.launch.memory_plan import GB, make_run_memory
 from nemo_rl.launch.placement_plan import collection_placement_plan
-from nemo_rl.launch.workers import _open_generation, _started, _takes_turns
+from nemo_rl.launch.workers import _half_of_cores, _open_generation, _started, _takes_turns
+from nemo_rl.policy.driver import PolicyThread
 from tests.unit.launch.conftest import Recipe, plan_of
 from tests.unit.launch.cuda_recipes import CUDA_RECIPES, downloaded, recipe_and_layout  # noqa: F401
+
+
+@pytest.mark.parametrize(("usual", "asked", "expected"), [(8, None, 4), (1, None, 1), (6, "6", 6)])
+def test_models_of_this_process_compute_on_half_of_the_cores(
+    usual: int, asked: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    before = torch.get_num_threads()
+    torch.set_num_threads(usual)
+    try:
+        with _half_of_cores():
+            thread = PolicyThread()
+        assert thread.run_blocking(torch.get_num_threads) == expected
+        assert torch.get_num_threads() == usual
+        thread.close()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_plan_has_a_line_a_part(recipe: Recipe) -> None:

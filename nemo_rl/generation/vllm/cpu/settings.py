@@ -23,15 +23,18 @@ VARIABLES = {
 }
 
 
-def process_variables(num_replicas: int, num_workers: int) -> dict[str, str]:
+def process_variables(num_replicas: int, num_workers: int, *, divides_cores: bool) -> dict[str, str]:
     """Return the environment variables of the engine's processes.
 
     Replicas on one CPU divide its cores among them, and none is bound to cores that another is bound to. The same holds
     for the workers of each, unless each can be bound to a memory node of its own, which vLLM then does.
+    `divides_cores`: a trainer that computes at the same time has half of them. With more threads than cores each waits,
+    in every product of matrices, for one that does not run.
     """
-    if num_replicas == 1 and num_workers <= max(num_memory_nodes(), 1):
+    if num_replicas == 1 and num_workers <= max(num_memory_nodes(), 1) and not divides_cores:
         return VARIABLES
-    num_threads = max(1, len(os.sched_getaffinity(0)) // (num_replicas * num_workers))
+    parts = num_replicas * num_workers * (2 if divides_cores else 1)
+    num_threads = max(1, len(os.sched_getaffinity(0)) // parts)
     return {**VARIABLES, "OMP_NUM_THREADS": str(num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
