@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,8 +20,9 @@ from nemo_rl.generation.router import ReplicatedGeneration
 from nemo_rl.observability.loggers import StepTimer
 from nemo_rl.trace.bubbles import Bubbles, count_bubbles
 from nemo_rl.trace.planned_engine import Driver, PlannedEngine, TrainerState
+from nemo_rl.trace.timeline import Timeline
 from nemo_rl.trace.virtual_time import trace_in_virtual_time
-from nemo_rl.trace.workload import ENVIRONMENT, SCORER, PlannedRollout, Workload
+from nemo_rl.trace.workload import ENVIRONMENT, SCORER, Limits, PlannedRollout, Workload, fit_workload
 from nemo_rl.types import (
     EnvStep,
     GenerationRequest,
@@ -35,6 +37,9 @@ from nemo_rl.types import (
 
 NEVER_S = 1e12  # deadlines: nothing is late in a plan
 MAX_TOKENS = 2**40
+NUM_CORRECTIONS = 3  # of the driver's time
+MAX_LEFT = 0.75  # of the missing time after a correction that has an effect
+CORRECTED_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,25 @@ def plan(workload: Workload, schedule: Schedule, *, num_steps: int = 12) -> Plan
     assert bubbles is not None
     counted = num_tokens[-bubbles.num_steps :]
     return Planned(bubbles, sum(counted) / (bubbles.num_steps * bubbles.step_s), schedule.num_devices)
+
+
+def fit_to_run(timeline: Timeline, limits: Limits, schedule: Schedule) -> Workload:
+    """Return the work of a traced run that had this schedule, such that its own plan takes as long as the run did.
+
+    The driver's thread also waits for a core and for Python's lock, which no span tells: what a plan lacks is time of
+    the driver per request, unless that makes no step longer. Raises ValueError as `fit_workload`.
+    """
+    workload, bubbles = fit_workload(timeline, limits), count_bubbles(timeline)
+    assert bubbles is not None
+    num_requests = limits.num_rollouts * statistics.fmean(len(r.turns) for group in workload.groups for r in group)
+    missing_s = bubbles.step_s - plan(workload, schedule, num_steps=CORRECTED_STEPS).step_s
+    for _ in range(NUM_CORRECTIONS):
+        corrected = replace(workload, driver_s=max(workload.driver_s + missing_s / num_requests, 0.0))
+        left_s = bubbles.step_s - plan(corrected, schedule, num_steps=CORRECTED_STEPS).step_s
+        if abs(left_s) > MAX_LEFT * abs(missing_s):
+            break
+        workload, missing_s = corrected, left_s
+    return workload
 
 
 @contextmanager

@@ -18,12 +18,12 @@ from nemo_rl.launch.model_files import find_shape
 from nemo_rl.policy.memory import UnknownShapeError
 from nemo_rl.recipes import find_recipe
 from nemo_rl.trace.bubbles import NUM_WARM_UP_STEPS, count_bubbles
-from nemo_rl.trace.plan import Planned, plan
+from nemo_rl.trace.plan import Planned, fit_to_run, plan
 from nemo_rl.trace.planner_keys import MAX_VALUE, PlannerKeys, Values
 from nemo_rl.trace.run_config import read_run_config
 from nemo_rl.trace.stated_peaks import StatedDevices, state_workload
 from nemo_rl.trace.timeline import Timeline
-from nemo_rl.trace.workload import Workload, fit_workload
+from nemo_rl.trace.workload import Workload
 
 DEFAULT_STEPS = 12
 MAX_PLANS = 256
@@ -114,7 +114,7 @@ def format_comparisons(comparisons: Sequence[Comparison]) -> str:
 def _fit(run: Path, keys: PlannerKeys) -> Workload:
     """Return the work of a traced run."""
     try:
-        return fit_workload(Timeline.read(run), keys.limits)
+        return fit_to_run(Timeline.read(run), keys.limits, keys.schedule(keys.present))
     except ValueError as error:
         raise ConfigError("RUN", str(run), str(error)) from error
 

@@ -8,7 +8,6 @@ from nemo_rl.trace.advice import Advice, advise
 from nemo_rl.trace.bubbles import Bubbles
 from nemo_rl.trace.run_config import Config
 from nemo_rl.trace.timeline import Timeline
-from nemo_rl.trace.workload import fit_workload
 
 NUM_STEPS = 8
 MAX_PLANNED = 4  # pieces of advice; the gains of the others stay estimates
@@ -24,13 +23,14 @@ def _plan_gains(advice: Sequence[Advice], timeline: Timeline, config: Config) ->
 
     A gain is per rollout: of a step that becomes larger it is the part that a step of the present size saves.
     """
-    from nemo_rl.trace.plan import plan  # training's schedulers, which load torch
+    from nemo_rl.trace.plan import fit_to_run, plan  # training's schedulers, which load torch
     from nemo_rl.trace.planner_keys import PlannerKeys
 
     keys = PlannerKeys(config)
     present = keys.present
     try:
-        workload, before = fit_workload(timeline, keys.limits), keys.schedule(present)
+        before = keys.schedule(present)
+        workload = fit_to_run(timeline, keys.limits, before)
         before_s = plan(workload, before, num_steps=NUM_STEPS).step_s
     except (ValueError, ConfigError):  # no rollouts, or a configuration that is not the run's
         return list(advice)

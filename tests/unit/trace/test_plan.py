@@ -12,8 +12,9 @@ import yaml
 from nemo_rl.cli import run as command_line
 from nemo_rl.command_line import ExitCode
 from nemo_rl.observability.trace_file import TRACE_FILE, TraceFile
-from nemo_rl.trace.plan import Schedule, plan
+from nemo_rl.trace.plan import Schedule, _train, fit_to_run, plan
 from nemo_rl.trace.timeline import Timeline
+from nemo_rl.trace.virtual_time import trace_in_virtual_time
 from nemo_rl.trace.workload import (
     EngineCurve,
     Limits,
@@ -55,6 +56,15 @@ def test_in_the_background_the_slower_of_both_decides() -> None:
     assert planned.step_s == pytest.approx(3.0, rel=0.05)
     slow_trainer = replace(workload(environment_s=0.0, refit_s=0.0), trainer=TrainerCurve(5.0, 0.0, 0.0, 0.0))
     assert plan(slow_trainer, replace(SCHEDULE, age=1)).step_s == pytest.approx(5.0)
+
+
+def test_time_that_no_span_tells_is_the_drivers_per_request() -> None:
+    work, limits = replace(workload(), driver_s=0.1), Limits(16, NO_LIMIT, 1, {})
+    _, timeline = trace_in_virtual_time(_train(work, SCHEDULE, 12))
+    assert plan(fit_workload(timeline, limits), SCHEDULE).step_s < 0.95 * plan(work, SCHEDULE).step_s
+    fitted, larger = fit_to_run(timeline, limits, SCHEDULE), replace(SCHEDULE, num_prompts=8)
+    assert plan(fitted, SCHEDULE).step_s == pytest.approx(plan(work, SCHEDULE).step_s, rel=0.02)
+    assert plan(fitted, larger).step_s == pytest.approx(plan(work, larger).step_s, rel=0.05)
 
 
 def test_larger_micro_batches_cost_fewer_times() -> None:
