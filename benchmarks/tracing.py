@@ -1,9 +1,9 @@
 """Measurement of what a trace costs: a span, 4,096 rollouts at once over a fake engine, and steps of the quickstart.
 
-The paired part alternates rounds without and with a tracer that writes a file. It reports the CPU time per span by
-which they differ, in the median of the rounds, and the peak memory that the tracer adds. The quickstart is a worst
-case: its model of 0.7M parameters makes the shortest steps. Its spans per step, at the paired CPU time of one, are the
-share of a step that a trace costs.
+The paired parts alternate rounds without and with a tracer that writes a file, and report by how much their CPU time
+differs in the median of the rounds: per span, per part of a span (a phase that the engine has timed), and per span of
+rollouts, with the peak memory that the tracer adds. The quickstart is a worst case: its model of 0.7M parameters makes
+the shortest steps. Its spans and parts per step, at the first two figures, are the share of a step that a trace costs.
 
     python benchmarks/tracing.py [--rollouts 4096] [--rounds 6] [--steps 12]
 """
@@ -25,13 +25,13 @@ from nemo_rl.experience.rollouts import run_async_multi_turn_rollout
 from nemo_rl.launch.training import tuned_garbage_collection
 from nemo_rl.observability.trace_file import TRACE_FILE, TraceFile, read_trace
 from nemo_rl.trace.timeline import Timeline, read_last_start
-from nemo_rl.tracing import SpanRecord, Tracer, span
+from nemo_rl.tracing import SpanRecord, Tracer, now_ns, record_part, span
 from tests.fakes.environments import FakeEnvironment
 from tests.fakes.generation import FakeGeneration
 from tests.unit.experience.rollout_setup import OPTIONS, VOCAB_SIZE, dependencies, jobs
 
 ROOT = Path(__file__).resolve().parents[1]
-NUM_SPANS = 100_000
+NUM_SPANS, NUM_PARTS = 100_000, 3
 MAX_SPAN_US, MAX_SHARE, MIN_COVERED, MAX_MEMORY_MIB = 15.0, 0.01, 0.98, 100.0  # bars
 QUICKSTART = (
     "examples/run_grpo.py",
@@ -44,14 +44,31 @@ QUICKSTART = (
 )
 
 
-def seconds_per_span(path: Path | None) -> float:
-    """Return the CPU time of a span, its writing included; None: without a tracer."""
+def us_of_span(num_parts: int, path: Path | None) -> float:
+    """Return the microseconds of CPU time of a span, its writing included; None: without a tracer."""
     start = time.process_time()
     with nullcontext() if path is None else Tracer([TraceFile(path)]):
         for _ in range(NUM_SPANS):
             with span("generation", count=1):
-                pass
-    return (time.process_time() - start) / NUM_SPANS
+                for _ in range(num_parts):
+                    at = now_ns()
+                    record_part("decode", at, at)
+    return 1e6 * (time.process_time() - start) / NUM_SPANS
+
+
+def paired_us(rounds: int, path: Path) -> tuple[float, float]:
+    """Return the microseconds of CPU time that a span and a part add, and print them."""
+    added: dict[int, list[float]] = {0: [], NUM_PARTS: []}
+    for _ in range(rounds):
+        for num_parts, found in added.items():
+            found.append(us_of_span(num_parts, path) - us_of_span(num_parts, None))
+            path.unlink()
+    parts = [(more - less) / NUM_PARTS for less, more in zip(*added.values(), strict=True)]
+    us, us_of_part = statistics.median(added[0]), statistics.median(parts)
+    print(
+        f"a span: {us:.1f} us [{MAX_SPAN_US:.0f}], {min(added[0]):.1f} to {max(added[0]):.1f}; a part: {us_of_part:.1f}"
+    )
+    return us, us_of_part
 
 
 def run_rollouts(count: int, path: Path | None) -> float:
@@ -64,8 +81,8 @@ def run_rollouts(count: int, path: Path | None) -> float:
     return time.process_time() - start
 
 
-def paired_us_per_span(rollouts: int, rounds: int, path: Path) -> float:
-    """Return the microseconds of CPU time that a span adds, and print them with the sizes of spans."""
+def print_us_per_span(rollouts: int, rounds: int, path: Path) -> None:
+    """Print the microseconds of CPU time that a span of rollouts adds, and the sizes of spans."""
     run_rollouts(rollouts, None)  # warms up
     pairs = []
     with tuned_garbage_collection():  # as a run does once everything is loaded
@@ -79,7 +96,6 @@ def paired_us_per_span(rollouts: int, rounds: int, path: Path) -> float:
     print(f"{rollouts} rollouts at once: {found:.1f} us per span [{MAX_SPAN_US:.0f}], in the rounds", end=" ")
     print(", ".join(f"{each:.1f}" for each in differences))
     print(f"{num_spans:.0f} spans of {path.stat().st_size / num_spans / rounds:.0f} bytes")
-    return found
 
 
 def print_memory(rollouts: int, path: Path) -> None:
@@ -93,7 +109,7 @@ def print_memory(rollouts: int, path: Path) -> None:
     print(f"peak memory: {peaks[1] - peaks[0]:.0f} MiB more [{MAX_MEMORY_MIB:.0f}]")
 
 
-def print_share_of_a_step(num_steps: int, us_per_span: float, directory: Path) -> None:
+def print_share_of_a_step(num_steps: int, us: float, us_of_part: float, directory: Path) -> None:
     """Print the share of the quickstart's steps that their spans cost, and the share that they account for."""
     steps = f"grpo.max_num_steps={num_steps}"
     command = [sys.executable, *QUICKSTART, steps, f"logger.log_dir={directory}"]
@@ -103,9 +119,13 @@ def print_share_of_a_step(num_steps: int, us_per_span: float, directory: Path) -
     timed = Timeline.of_spans(spans).steps[1:]  # the first one compiles
     seconds = sum(step.seconds for step in timed)
     covered = sum(step.seconds * step.covered_share for step in timed) / seconds
-    count = sum(timed[0].start_ns < each.end_ns <= timed[-1].end_ns for each in spans)
-    print(f"a step of the quickstart: {seconds / len(timed):.3f} s, {count / len(timed):.0f} spans")
-    print(f"its spans cost {1e-6 * us_per_span * count / seconds:.2%} [{MAX_SHARE:.0%}]", end=" ")
+    found = [each for each in spans if timed[0].start_ns < each.end_ns <= timed[-1].end_ns]
+    num_spans = sum(each.span_id > 0 for each in found)
+    num_parts = len(found) - num_spans
+    print(f"a step of the quickstart: {seconds / len(timed):.3f} s", end=", ")
+    print(f"{num_spans / len(timed):.0f} spans and {num_parts / len(timed):.0f} parts")
+    share = 1e-6 * (us * num_spans + us_of_part * num_parts) / seconds
+    print(f"its spans cost {share:.2%} [{MAX_SHARE:.0%}]", end=" ")
     print(f"and account for {covered:.1%} [{MIN_COVERED:.0%}]")
 
 
@@ -117,11 +137,10 @@ def main() -> None:
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / TRACE_FILE
-        print(f"a span: {1e6 * seconds_per_span(None):.2f} us off, {1e6 * seconds_per_span(path):.2f} us on")
-        path.unlink()
-        us_per_span = paired_us_per_span(parsed.rollouts, parsed.rounds, path)
+        us, us_of_part = paired_us(parsed.rounds, path)
+        print_us_per_span(parsed.rollouts, parsed.rounds, path)
         print_memory(parsed.rollouts, path)
-        print_share_of_a_step(parsed.steps, us_per_span, Path(directory) / "quickstart")
+        print_share_of_a_step(parsed.steps, us, us_of_part, Path(directory) / "quickstart")
 
 
 if __name__ == "__main__":

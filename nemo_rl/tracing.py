@@ -40,7 +40,7 @@ class SpanRecord(NamedTuple):
     start_ns: int  # monotonic clock
     end_ns: int
     trace_id: int
-    span_id: int
+    span_id: int  # 0: a part of its parent that was timed elsewhere, without attributes
     parent_id: int  # 0: none
     attributes: Mapping[str, AttributeValue]
 
@@ -83,7 +83,7 @@ class SpanContext:
 class Span(SpanContext):
     """An open span; entered, it is the current one of its context, and ends with the block."""
 
-    __slots__ = ("_stack", "_token", "_tracer", "attributes", "lane", "name", "parent", "start_ns", "track")
+    __slots__ = ("_stack", "_token", "_tracer", "attributes", "lane", "name", "parent", "parts", "start_ns", "track")
 
     def __init__(
         self,
@@ -93,11 +93,13 @@ class Span(SpanContext):
         track: str | None,
         attributes: dict[str, AttributeValue],
     ) -> None:
-        super().__init__(getrandbits(128) if parent is None else parent.trace_id, getrandbits(64))
+        self.trace_id = getrandbits(128) if parent is None else parent.trace_id
+        self.span_id = getrandbits(64) or 1  # 0 is that of parts
         self.name = name
         self.parent = parent
         self.track = track or (parent.track if isinstance(parent, Span) else DRIVER)
         self.attributes = attributes
+        self.parts: list[tuple[str, int, int]] = []  # names, starts and ends
         self._tracer = tracer
         self._token: Token[SpanContext | None] | None = None
         self.lane, self._stack = tracer.take_lane(self)
@@ -159,15 +161,11 @@ def span(name: str, track: str | None = None, **attributes: AttributeValue) -> A
     return NO_SPAN if _tracer is None else Span(_tracer, name, _current.get(), track, attributes)
 
 
-def record_span(name: str, start_ns: int, end_ns: int, **attributes: AttributeValue) -> None:
+def record_part(name: str, start_ns: int, end_ns: int) -> None:
     """Record a part of the current span that was timed elsewhere; it is clipped to the time since that span began."""
-    parent = _current.get()
-    if _tracer is None or not isinstance(parent, Span):
-        return
-    start_ns = max(start_ns, parent.start_ns)
-    end_ns = max(start_ns, end_ns)
-    identity = parent.trace_id, getrandbits(64), parent.span_id
-    _tracer.add(SpanRecord(name, parent.track, parent.lane, start_ns, end_ns, *identity, attributes))
+    if _tracer is not None and isinstance(parent := _current.get(), Span):
+        start_ns = max(start_ns, parent.start_ns)
+        parent.parts.append((name, start_ns, max(start_ns, end_ns)))
 
 
 def annotate(**attributes: AttributeValue) -> None:
@@ -195,8 +193,7 @@ def record_counter(name: str, value: float) -> None:
 def add_records(records: Iterable[TraceRecord]) -> None:
     """Add records of another process to the trace."""
     if _tracer is not None:
-        for record in records:
-            _tracer.add(record)
+        _tracer.add(*records)
 
 
 def current_context() -> SpanContext | None:
@@ -307,7 +304,7 @@ class Tracer:
             return track.num_lanes - 1, [span]
 
     def end(self, span: Span, stack: list[Span], attributes: Mapping[str, AttributeValue]) -> None:
-        """Record a span and give its lane back."""
+        """Record a span and its parts, right after it, and give its lane back."""
         end_ns = self.clock_ns()
         with self._lock:
             if span not in stack:  # it has ended
@@ -315,28 +312,20 @@ class Tracer:
             stack.remove(span)
             if not stack:
                 heapq.heappush(self._tracks[span.track].free, span.lane)
-        span.attributes.update(attributes)
+        if attributes:
+            span.attributes.update(attributes)
+        place, trace_id, span_id = (span.track, span.lane), span.trace_id, span.span_id
         parent_id = 0 if span.parent is None else span.parent.span_id
-        self.add(
-            SpanRecord(
-                span.name,
-                span.track,
-                span.lane,
-                span.start_ns,
-                end_ns,
-                span.trace_id,
-                span.span_id,
-                parent_id,
-                span.attributes,
-            )
-        )
+        whole = SpanRecord(span.name, *place, span.start_ns, end_ns, trace_id, span_id, parent_id, span.attributes)
+        parts = [SpanRecord(name, *place, start, end, trace_id, 0, span_id, {}) for name, start, end in span.parts]
+        self.add(whole, *parts)
 
-    def add(self, record: TraceRecord) -> None:
-        """Have the record written; dropped if too many wait."""
+    def add(self, *records: TraceRecord) -> None:
+        """Have the records written, one after another; dropped if too many wait."""
         if len(self._pending) < MAX_PENDING:
-            self._pending.append(record)
+            self._pending.extend(records)
         else:
-            self.num_dropped += 1
+            self.num_dropped += len(records)
 
     def _write_until_closed(self) -> None:
         is_last = False

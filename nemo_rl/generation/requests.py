@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, TypeAlias
 
 from nemo_rl.interfaces import Generation
-from nemo_rl.tracing import annotate, now_ns, record_span
+from nemo_rl.tracing import annotate, now_ns, record_part
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, Guide, RequestPhases
 
 AnswerRequest: TypeAlias = Callable[[GenerationRequest], Awaitable[Completion | FailedRequest]]
@@ -80,7 +80,7 @@ def record_phases(phases: RequestPhases) -> None:
     end_ns = now_ns()
     for name in ("decode", "prefill", "queue"):
         start_ns = end_ns - round(getattr(phases, f"{name}_s") * 1e9)
-        record_span(name, start_ns, end_ns)
+        record_part(name, start_ns, end_ns)
         end_ns = start_ns
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from random import getrandbits
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -61,7 +62,7 @@ class OtlpSink:
         error = record.attributes.get("error.type")
         return ReadableSpan(
             name=record.name,
-            context=context(record.span_id),
+            context=context(record.span_id or getrandbits(64)),
             parent=context(record.parent_id) if record.parent_id else None,
             resource=self._resource,
             attributes={"rl.track": record.track, **self._model_call(record), **record.attributes},

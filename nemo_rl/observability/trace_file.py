@@ -2,7 +2,7 @@
 
 The format (Trace Event Format, by the Chromium project) is an array of objects, here one per line, whose closing
 bracket may be missing. Each write appends a whole gzip member (RFC 1952), so the file of a killed run can be read up to
-its last write.
+its last write. An event without `args` is a part of the span before it.
 """
 
 import gzip
@@ -40,7 +40,7 @@ class TraceFile:
 
     def write(self, records: Sequence[TraceRecord]) -> None:
         """Append the records as events; raises OSError if the disk takes only a part, and leaves the file as it was."""
-        self._append("".join([line for record in records for line in self._lines(record)]))
+        self._append("".join([self._format(record) for record in records]))
 
     def close(self) -> None:
         os.close(self._file)
@@ -48,32 +48,37 @@ class TraceFile:
     def _append(self, text: str) -> None:
         append_whole(self._file, gzip.compress(text.encode(), compresslevel=1))
 
-    def _lines(self, record: TraceRecord) -> Iterator[str]:
-        """Yield the events of a record. They are formatted by hand: `json.dumps` takes three times as long."""
+    def _format(self, record: TraceRecord) -> str:
+        """Return the events of a record. They are formatted by hand: `json.dumps` takes three times as long."""
         if isinstance(record, CounterRecord):
-            yield _line("C", record.name, 0, ts=record.at_ns / 1000, args={"value": record.value})
-            return
-        key = record.track, record.lane
-        if key not in self._named_lanes:
-            self._named_lanes.add(key)
-            yield from self._names(record)
-        names = ",".join([f"{_encode_name(name)}:{_encode_value(value)}" for name, value in record.attributes.items()])
-        yield (
-            f'{{"ph":"X","name":{_encode_name(record.name)},"ts":{record.start_ns / 1000},'
-            f'"dur":{(record.end_ns - record.start_ns) / 1000},"pid":{self._process_ids[record.track]},'
-            f'"tid":{record.lane},"args":{{"trace_id":"{record.trace_id:032x}","span_id":"{record.span_id:016x}",'
-            f'"parent_id":"{record.parent_id:016x}"{"," if names else ""}{names}}}}},\n'
+            return _line("C", record.name, 0, ts=record.at_ns / 1000, args={"value": record.value})
+        name, track, lane, start_ns, end_ns, trace_id, span_id, parent_id, attributes = record
+        names = "" if (track, lane) in self._named_lanes else self._names(track, lane)
+        arguments = ""
+        if span_id:
+            own = "".join([f",{_encode_name(key)}:{_encode_value(value)}" for key, value in attributes.items()])
+            arguments = (
+                f',"args":{{"trace_id":"{_encode_trace_id(trace_id)}","span_id":"{span_id:016x}",'
+                f'"parent_id":"{parent_id:016x}"{own}}}'
+            )
+        length_ns = end_ns - start_ns
+        return (
+            f'{names}{{"ph":"X","name":{_encode_name(name)},"ts":{start_ns // 1000}.{start_ns % 1000:03},'
+            f'"dur":{length_ns // 1000}.{length_ns % 1000:03},"pid":{self._process_ids[track]},"tid":{lane}'
+            f"{arguments}}},\n"
         )
 
-    def _names(self, record: SpanRecord) -> Iterator[str]:
-        """Yield the events that name the record's track, unless it is known, and its lane."""
-        track, lane = record.track, record.lane
+    def _names(self, track: str, lane: int) -> str:
+        """Return the events that name a track, unless it is known, and a new lane of it."""
+        self._named_lanes.add((track, lane))
+        names = ""
         if track not in self._process_ids:
             pid = self._process_ids[track] = os.getpid() * MAX_TRACKS + len(self._process_ids)
-            yield _line("M", "process_name", pid, tid=0, args={"name": track})
-        yield _line("M", "thread_name", self._process_ids[track], tid=lane, args={"name": f"{track} {lane}"})
+            names = _line("M", "process_name", pid, tid=0, args={"name": track})
+        return names + _line("M", "thread_name", self._process_ids[track], tid=lane, args={"name": f"{track} {lane}"})
 
 
+_encode_trace_id = lru_cache(maxsize=1024)("{:032x}".format)
 _encode_name = lru_cache(maxsize=1024)(encode_basestring_ascii)
 
 
@@ -118,26 +123,33 @@ def read_trace(path: Path) -> Iterator[list[TraceRecord]]:
                 if event["name"] == "process_name":
                     tracks[event["pid"]] = str(event["args"]["name"])
             else:
-                records.append(_to_record(event, tracks))
+                records.append(_to_record(event, tracks, records))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: not an event of a trace of this project: {text:.80}") from error
     if records:
         yield records
 
 
-def _to_record(event: dict[str, Any], tracks: dict[int, str]) -> TraceRecord:
+def _to_record(event: dict[str, Any], tracks: dict[int, str], before: Sequence[TraceRecord]) -> TraceRecord:
     if event["ph"] == "C":
         return CounterRecord(str(event["name"]), round(event["ts"] * 1000), float(event["args"]["value"]))
-    return _to_span(event, tracks)
+    attributes = dict(event.get("args", {}))
+    if attributes:
+        trace_id, span_id, parent_id = (int(attributes.pop(name), 16) for name in ("trace_id", "span_id", "parent_id"))
+        return _to_span(event, tracks, (trace_id, span_id, parent_id), attributes)
+    last = before[-1] if before else None
+    if not isinstance(last, SpanRecord):
+        raise ValueError("a part without a span")
+    return _to_span(event, tracks, (last.trace_id, 0, last.span_id or last.parent_id), {})
 
 
-def _to_span(event: dict[str, Any], tracks: dict[int, str]) -> SpanRecord:
-    attributes = dict(event["args"])
-    trace_id, span_id, parent_id = (int(attributes.pop(name), 16) for name in ("trace_id", "span_id", "parent_id"))
+def _to_span(
+    event: dict[str, Any], tracks: dict[int, str], identity: tuple[int, int, int], attributes: dict[str, AttributeValue]
+) -> SpanRecord:
     name, track, lane = str(event["name"]), tracks[event["pid"]], int(event["tid"])
     start_ns = round(event["ts"] * 1000)
     end_ns = start_ns + round(event["dur"] * 1000)
-    return SpanRecord(name, track, lane, start_ns, end_ns, trace_id, span_id, parent_id, attributes)
+    return SpanRecord(name, track, lane, start_ns, end_ns, *identity, attributes)
 
 
 def _read_lines(path: Path) -> Iterator[str]:

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 import pytest
 
 from nemo_rl import tracing
-from nemo_rl.tracing import NO_SPAN, SpanRecord, Tracer, TraceRecord, span, trace_environment, trace_headers, within
+from nemo_rl.tracing import (
+    NO_SPAN,
+    SpanRecord,
+    Tracer,
+    TraceRecord,
+    record_part,
+    span,
+    trace_environment,
+    trace_headers,
+    within,
+)
+from tests.support.kept_spans import kept_spans
 
 
 class KeepingSink:
@@ -90,6 +101,19 @@ def test_a_span_that_overlaps_its_sibling_has_another_lane() -> None:
         parent.end()
     lanes = [sink.spans[name].lane for name in ("parent", "one", "two")]
     assert lanes == [0, 0, 1]
+
+
+def test_parts_that_were_timed_elsewhere_follow_their_span_and_stay_within_it() -> None:
+    with kept_spans() as kept, span("call", "rollouts"):
+        begin = tracing.now_ns()
+        record_part("queue", 0, begin)  # it began earlier, on another clock
+        record_part("decode", begin, begin + 5)
+    call, *parts = kept.spans
+    assert [part.name for part in parts] == ["queue", "decode"]
+    assert [(part.track, part.lane, part.span_id, part.parent_id) for part in parts] == 2 * [
+        ("rollouts", call.lane, 0, call.span_id)
+    ]
+    assert [(part.start_ns, part.end_ns) for part in parts] == [(call.start_ns, begin), (begin, begin + 5)]
 
 
 def test_a_request_names_the_current_span_as_w3c_trace_context_does() -> None:

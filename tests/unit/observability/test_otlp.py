@@ -10,7 +10,7 @@ from nemo_rl.errors import ConfigError
 from nemo_rl.generation.requests import answer_by_deadline
 from nemo_rl.observability.lost_records import LostRecords
 from nemo_rl.observability.open_trace import open_trace
-from nemo_rl.tracing import GENERATION, span
+from nemo_rl.tracing import GENERATION, now_ns, record_part, span
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams
 from tests.fakes.generation import FakeGeneration
 from tests.support.otlp_collector import attributes_of, collector, services_and_spans
@@ -26,13 +26,15 @@ def test_a_collector_receives_the_spans_with_their_family(tmp_path: Path) -> Non
     with collector() as (address, received):
         traced = open_trace(section(address), tmp_path, LostRecords(), model_name=MODEL)
         with traced, span("step", step=3), span("rollout", "rollouts"):
-            pass
+            record_part("decode", 0, now_ns())
     resource = received[0].resource_spans[0]
     attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
     assert (attributes["service.name"], attributes["rl.run"]) == ("nemo-rl", tmp_path.name)
     spans = {each.name: each for request in received for each in request.resource_spans[0].scope_spans[0].spans}
     assert spans["rollout"].parent_span_id == spans["step"].span_id
     assert spans["rollout"].trace_id == spans["step"].trace_id
+    assert spans["decode"].parent_span_id == spans["rollout"].span_id
+    assert any(spans["decode"].span_id)
     assert len(spans["step"].trace_id) == 16
     assert {each.key: each.value.int_value for each in spans["step"].attributes}["step"] == 3
     assert spans["step"].end_time_unix_nano > spans["step"].start_time_unix_nano > 1.7e18  # after 2023

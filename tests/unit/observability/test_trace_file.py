@@ -14,6 +14,10 @@ SPANS = [
     SpanRecord("generation", "rollouts", 3, 1_000_000_123, 1_500_000_456, 2**127 + 1, 2**63 + 5, 7, {"count": 1}),
     SpanRecord("policy_training", "driver", 0, 2_000_000_000, 2_000_001_000, 5, 6, 0, {"step": 4, "é": "ü"}),
 ]
+PARTS = [
+    SpanRecord("decode", "rollouts", 3, 1_400_000_123, 1_500_000_003, 2**127 + 1, 0, 2**63 + 5, {}),
+    SpanRecord("prefill", "rollouts", 3, 1_400_000_000, 1_400_000_123, 2**127 + 1, 0, 2**63 + 5, {}),
+]
 COUNTER = CounterRecord("replay_buffer/size", 1_700_000_000, 12.0)
 
 
@@ -26,8 +30,8 @@ def write(path: Path, *writes: list) -> None:
 
 def test_records_are_read_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
-    write(path, [SPANS[0], COUNTER], [SPANS[1]])
-    assert list(read_trace(path)) == [[SPANS[0], COUNTER, SPANS[1]]]
+    write(path, [SPANS[0], *PARTS, COUNTER], [SPANS[1]])
+    assert list(read_trace(path)) == [[SPANS[0], *PARTS, COUNTER, SPANS[1]]]
 
 
 def test_each_start_of_a_run_has_its_own_records(tmp_path: Path) -> None:
@@ -55,6 +59,13 @@ def test_the_file_is_an_array_of_trace_events_once_it_is_closed_with_a_bracket(t
         ("policy_training", 2_000_000.0, 1.0),
     ]
     assert spans[0]["pid"] != spans[1]["pid"]
+
+
+def test_a_part_without_its_span_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    write(path, [COUNTER, PARTS[0]])
+    with pytest.raises(ValueError, match="not an event of a trace of this project"):
+        list(read_trace(path))
 
 
 def test_a_write_that_is_cut_anywhere_takes_no_other_with_it(tmp_path: Path) -> None:
