@@ -1,7 +1,10 @@
-"""Less rounding of bfloat16 models, for policy and engines alike: float32 logits and, on a CPU, residual stream.
+"""Less rounding of bfloat16 models, for policy and engines alike.
 
 Logits: each product of two bfloat16 numbers is exact in float32, and the units that multiply them add in float32; a
 matrix product that returns bfloat16 then rounds the sums. V rows of the weight, H columns.
+
+Rotary embedding: vLLM 0.32 rotates queries and keys in float32, with bfloat16 cosines and sines, and rounds the result;
+transformers rounds both products too, which is the largest part of the difference of their log-probs.
 
 Residual stream: what blocks add up is not rounded. Megatron's name for it is `fp32_residual_connection`. Norms read the
 float32 sums and give the blocks bfloat16, so that matrix products, attention and activations stay as they are. It takes
@@ -15,11 +18,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 CPU_BLOCK = 2**20  # weight elements cast at once, which fit a core's cache
 MIN_CPU_ROWS = 256
+ROUNDING_ATTENTION = "nemo_rl_sdpa_of_rounded"
 
 
 def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -84,6 +90,50 @@ def keep_float32_residual(model: PreTrainedModel) -> list[RemovableHandle]:
     ]
 
 
+def rotate_in_float32(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Let a decoder rotate queries and keys in float32 and round them before its attention; return the hooks.
+
+    Cosines and sines become float32, and so does what is multiplied with them; attention by sdpa is replaced by
+    ROUNDING_ATTENTION. The model must be of a kind that `can_rotate_in_float32`.
+    """
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(ROUNDING_ATTENTION)
+    rotary = [module for module in model.modules() if "RotaryEmbedding" in type(module).__name__]
+    return [module.register_forward_hook(_widen_rotation) for module in rotary]
+
+
+@torch.no_grad()
+def can_rotate_in_float32(model: PreTrainedModel) -> bool:
+    """Return whether a decoder with bfloat16 weights runs so: its attention must be one that transformers looks up."""
+    usual, hooks = model.config._attn_implementation, rotate_in_float32(model)
+    try:
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+    except (RuntimeError, TypeError, ValueError):
+        return False  # a product of both dtypes
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.set_attn_implementation(usual)
+    return True
+
+
+def round_rotated(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values of attention, all in the dtype of the values."""
+    return query.to(value.dtype), key.to(value.dtype), value
+
+
+def _rounding_attention_forward(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    return sdpa_attention_forward(module, *round_rotated(query, key, value), *args, **options)
+
+
+AttentionInterface.register(ROUNDING_ATTENTION, _rounding_attention_forward)
+AttentionMaskInterface.register(ROUNDING_ATTENTION, sdpa_mask)
+
+
 def keep_float32_routers(routers: Iterable[nn.Module]) -> None:
     """Let the routers of a mixture of experts, whose weights must be float32, read and score in float32.
 
@@ -125,6 +175,11 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _widen_input(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return inputs[0].float(), *inputs[1:]
+
+
+def _widen_rotation(rotary: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    """Return cosines and sines as float32 tensors of bfloat16 numbers; other outputs, such as angles, as they are."""
+    return tuple(each.bfloat16().float() for each in output) if isinstance(output, tuple) else output
 
 
 def _narrow_output(norm: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:

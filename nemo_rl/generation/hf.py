@@ -18,7 +18,13 @@ from transformers import AutoConfig, AutoTokenizer, DynamicCache
 from nemo_rl.column_arrays import id_dtype
 from nemo_rl.distributed.expert_routers import RouterOutput, find_routers
 from nemo_rl.distributed.file_names import FilePart, file_parts
-from nemo_rl.distributed.float32 import can_keep_float32_residual, float32_product, keep_float32_residual
+from nemo_rl.distributed.float32 import (
+    can_keep_float32_residual,
+    can_rotate_in_float32,
+    float32_product,
+    keep_float32_residual,
+    rotate_in_float32,
+)
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.distributed.vision_towers import ImageEmbedder, RowImages, auto_class, sees
 from nemo_rl.errors import GenerationError, WeightSyncError
@@ -140,7 +146,10 @@ class HFGeneration(Generation):
         )
         self._model = model.to(device).eval()
         keep_float32_logits(self._model)
-        if self._model.dtype == torch.bfloat16 and device == "cpu":  # as the policy does
+        decoder = self._model.get_decoder() if sees(config) else self._model
+        if self._model.dtype == torch.bfloat16 and can_rotate_in_float32(decoder):  # as the policy does
+            rotate_in_float32(decoder)
+        if self._model.dtype == torch.bfloat16 and device == "cpu":
             if can_keep_float32_residual(self._model):
                 keep_float32_residual(self._model)
             else:

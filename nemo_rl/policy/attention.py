@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from nemo_rl.distributed.float32 import round_rotated
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.hf_model import text_decoder
 from nemo_rl.policy.prefix_tree import PrefixTree
@@ -183,6 +184,7 @@ def packed_attention_forward(
 
     From [1, heads, N, width] to [1, N, heads, width]. `s_aux` [heads] are sinks.
     """
+    query, key, value = round_rotated(query, key, value)
     if isinstance(pack, SharedPrefixes):
         return tree_attention(query, key, value, pack, sliding_window, options.get("scaling")), None
     if s_aux is None and has_varlen_kernel(query, value):

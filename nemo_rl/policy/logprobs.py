@@ -190,7 +190,7 @@ class CausalLogprobs(nn.Module):
         self.head = LogitsHead.of(model)
         self.truncation = WHOLE  # the scored distribution's
         self.vocabulary: VocabularyShard | None = None  # this rank's part of a split output layer
-        self.has_float32_residual = False  # layers of a bfloat16 model take and return float32
+        self.casts_inputs = True  # layers of a bfloat16 model are given bfloat16 alone
         self.routing: ExpertRouting | None = None  # for a mixture of experts that is trained
         self.context: ContextRanks | None = None  # ranks that compute slices of each row
         self.images = ImageEmbedder(model) if sees(model.config) else None

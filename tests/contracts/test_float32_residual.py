@@ -1,13 +1,16 @@
 """A bfloat16 policy on a CPU keeps its residual stream in float32, under every option and on every layout of FSDP2."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.contracts.layouts import BATCHING, FSDP2, LENGTHS, Layouts
-from tests.contracts.policies import SGD, clones
+from nemo_rl.policy.fsdp2 import worker
+from nemo_rl.policy.hf_model import decoder_layers
+from tests.contracts.layouts import BATCHING, FSDP2, FSDP2_ALONE, LENGTHS, Layouts
+from tests.contracts.policies import SGD, clones, make_policy
 from tests.unit.policy.tiny import WeightedNLL, make_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,3 +72,21 @@ def test_other_models_round_and_say_so(run: Layouts, caplog: pytest.LogCaptureFi
         (types,) = run("plain", "gpt2", ("types_of_residual_stream", make_batch(LENGTHS)), precision="bfloat16")
     assert types == {torch.bfloat16}
     assert "GPT2LMHeadModel does not read its residual stream through norms" in caplog.text
+
+
+def test_fsdp2_leaves_the_rotation_in_float32_beside_a_residual_stream_that_rounds(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: cosines and sines reach attention as they were made, hidden states in bfloat16."""
+    monkeypatch.setattr(worker, "can_keep_float32_residual", lambda model: False)
+    policy = make_policy(FSDP2_ALONE, models["qwen3"], precision="bfloat16")
+    seen: set[tuple[torch.dtype, ...]] = set()
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.add((kwargs["hidden_states"].dtype, *(each.dtype for each in kwargs["position_embeddings"])))
+
+    for layer in decoder_layers(policy.module):
+        layer.self_attn.register_forward_pre_hook(look, with_kwargs=True)
+    policy.train_step(make_batch(LENGTHS), WeightedNLL())
+    policy.close()
+    assert seen == {(torch.bfloat16, torch.float32, torch.float32)}

@@ -78,7 +78,7 @@ def shard(
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     is_offloaded = config.section_of(DTensorConfig).cpu_offload
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
-    of_layers = replace(precision, cast_forward_inputs=not module.has_float32_residual)
+    of_layers = replace(precision, cast_forward_inputs=module.casts_inputs)
     if layout.expert_parallel_size > 1:
         split_experts(module, mesh, key=key)
         of_experts = replace(precision, cast_forward_inputs=False)  # scores stay float32

@@ -28,7 +28,13 @@ from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_size
 from nemo_rl.distributed.expert_routers import find_routers
 from nemo_rl.distributed.file_names import FilePart, file_parts, parts_by_tensor
-from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_residual, keep_float32_routers
+from nemo_rl.distributed.float32 import (
+    can_keep_float32_residual,
+    can_rotate_in_float32,
+    keep_float32_residual,
+    keep_float32_routers,
+    rotate_in_float32,
+)
 from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
@@ -370,19 +376,28 @@ def make_module(
         module.images.always_runs = layout.world_size > 1
     if config.precision == "bfloat16":
         keep_float32_routers(find_routers(model))
-    if config.precision == "bfloat16" and device.type == "cpu":
-        _keep_float32_residual(module)
+        small: Any = hf_model.small_model(model, CPU)
+        _round_less(module, small.to(torch.bfloat16), has_residual=device.type == "cpu")
     return module
 
 
-def _keep_float32_residual(module: CausalLogprobs) -> None:
-    """Keep the residual stream in float32, as engines on a CPU do, if the model can."""
-    small: Any = hf_model.small_model(module.model, CPU)
-    if can_keep_float32_residual(small.to(torch.bfloat16)):
-        keep_float32_residual(module.model)
-        module.has_float32_residual = True
-        return
+def _round_less(module: CausalLogprobs, small: PreTrainedModel, *, has_residual: bool) -> None:
+    """Round where engines do: rotate in float32 and, with `has_residual`, keep the residual stream, if the model can.
+
+    `small` is a bfloat16 model of the same kind.
+    """
     kind = type(module.model).__name__
+    if can_rotate_in_float32(hf_model.text_decoder(small)):
+        rotate_in_float32(hf_model.text_decoder(module.model))
+        module.casts_inputs = False
+    else:
+        logger.warning("%s does not rotate queries and keys in float32, as its engine does", kind)
+    if not has_residual:
+        return
+    if can_keep_float32_residual(small):
+        keep_float32_residual(module.model)
+        module.casts_inputs = False
+        return
     logger.warning("%s does not read its residual stream through norms: sums are rounded to bfloat16", kind)
 
 
