@@ -6,9 +6,10 @@ matrix product that returns bfloat16 then rounds the sums. V rows of the weight,
 Rotary embedding: vLLM 0.32 rotates queries and keys in float32, with bfloat16 cosines and sines, and rounds the result;
 transformers rounds both products too, which is the largest part of the difference of their log-probs.
 
-Residual stream: what blocks add up is not rounded. Megatron's name for it is `fp32_residual_connection`. Norms read the
-float32 sums and give the blocks bfloat16, so that matrix products, attention and activations stay as they are. It takes
-hooks on a Hugging Face model, which change no name and no weight.
+On a CPU the policy rounds where vLLM's kernels do, so that hidden states are the same bit for bit but for the order of
+sums (`compute_as_on_cpu`): each norm, attention and sum of experts computes in float32 and is rounded once. What blocks
+add up to the residual stream is not rounded (Megatron's `fp32_residual_connection`), in vLLM's norms as in the policy
+(generation/vllm/cpu/layers.py). It takes hooks on a Hugging Face model, which change no name and no weight.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -26,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 CPU_BLOCK = 2**20  # weight elements cast at once, which fit a core's cache
 MIN_CPU_ROWS = 256
 ROUNDING_ATTENTION = "nemo_rl_sdpa_of_rounded"
+FLOAT32_EXPERTS = "nemo_rl_float32_experts"
 
 
 def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -77,17 +80,47 @@ def _bfloat16_units() -> Iterator[None]:
         backend.fp32_precision = usual
 
 
-def keep_float32_residual(model: PreTrainedModel) -> list[RemovableHandle]:
-    """Let the decoder layers of a model that computes in bfloat16 sum up what they add in float32; return the hooks.
+def compute_as_on_cpu(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Let a model that computes in bfloat16 round where vLLM does on a CPU; return the hooks.
 
     Layers cast their input [..., H], which is bfloat16 for the first one alone: what is added to float32 is float32.
-    The model must be of a kind that `can_keep_float32_residual`, and FSDP2 must not cast the inputs of its layers.
+    Norms read float32; their outputs, and those of experts, are rounded.
+    The model must be of a kind that `can_compute_as_on_cpu`, and FSDP2 must not cast the inputs of its layers.
     """
-    norms = [module for module in model.modules() if _is_norm(module)]
+    norms, experts = ([each for each in model.modules() if has(each)] for has in (_is_norm, _is_gated_experts))
+    for each in experts:
+        cast(Any, each).config._experts_implementation = FLOAT32_EXPERTS
     return [
-        *(layer.register_forward_pre_hook(_widen_input) for layer in _layers(model)),
-        *(norm.register_forward_hook(_narrow_output) for norm in norms),
+        *(each.register_forward_pre_hook(_widen_input) for each in (*_layers(model), *norms)),
+        *(each.register_forward_hook(_narrow_output) for each in (*norms, *experts)),
     ]
+
+
+def _float32_experts_forward(
+    experts: Any, hidden: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """Return sum_k scores * expert(hidden) of tokens [N, H] in float32, in which the products' outputs stay too.
+
+    Only what enters the last product is rounded. `ids` and `scores` are [N, k].
+    """
+    return grouped_mm_experts_forward(cast(Any, _WidenedExperts(experts)), hidden.float(), ids, scores.float())
+
+
+class _WidenedExperts:
+    """A layer's experts as transformers' forward sees them, with float32 weights."""
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return value.float() if isinstance(value, torch.Tensor) else value
+
+    def _apply_gate(self, states: torch.Tensor) -> torch.Tensor:
+        return self._experts._apply_gate(states).bfloat16().float()
+
+
+ExpertsInterface.register(FLOAT32_EXPERTS, _float32_experts_forward)
 
 
 def rotate_in_float32(model: PreTrainedModel) -> list[RemovableHandle]:
@@ -113,21 +146,24 @@ def can_rotate_in_float32(model: PreTrainedModel) -> bool:
     finally:
         for hook in hooks:
             hook.remove()
-        model.set_attn_implementation(usual)
+        model.set_attn_implementation(usual or "sdpa")
     return True
 
 
-def round_rotated(
+def attention_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values of attention, all in the dtype of the values."""
-    return query.to(value.dtype), key.to(value.dtype), value
+    """Return queries, keys and values rounded to the dtype of the values; on a CPU as float32, in which it computes."""
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    return (query.float(), key.float(), value.float()) if value.device.type == "cpu" else (query, key, value)
 
 
 def _rounding_attention_forward(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    return sdpa_attention_forward(module, *round_rotated(query, key, value), *args, **options)
+    value = value.bfloat16()  # a cache has values in the dtype of its keys
+    result, _ = sdpa_attention_forward(module, *attention_inputs(query, key, value), *args, **options)
+    return result.bfloat16(), None
 
 
 AttentionInterface.register(ROUNDING_ATTENTION, _rounding_attention_forward)
@@ -144,11 +180,12 @@ def keep_float32_routers(routers: Iterable[nn.Module]) -> None:
 
 
 @torch.no_grad()
-def can_keep_float32_residual(model: PreTrainedModel) -> bool:
+def can_compute_as_on_cpu(model: PreTrainedModel) -> bool:
     """Return whether a model with bfloat16 weights runs so: its blocks must read the residual stream through norms."""
     probed: Any = model.base_model
     outputs: list[Any] = []
-    hooks = keep_float32_residual(model)
+    text: Any = model.config.get_text_config()
+    experts, hooks = text._experts_implementation, compute_as_on_cpu(model)
     for layer in _layers(model):
         hooks.append(layer.register_forward_hook(lambda layer, inputs, output: outputs.append(output)))
     try:
@@ -159,6 +196,7 @@ def can_keep_float32_residual(model: PreTrainedModel) -> bool:
     finally:
         for hook in hooks:
             hook.remove()
+        text._experts_implementation = experts
     sums = {(output[0] if isinstance(output, tuple) else output).dtype for output in outputs}
     return sums == {torch.float32} and hidden.dtype == torch.bfloat16
 
@@ -171,6 +209,10 @@ def _is_norm(module: nn.Module) -> bool:
     """Return whether all parameters of the module are vectors, and it has no children."""
     own = list(module.parameters(recurse=False))
     return bool(own) and all(p.ndim == 1 for p in own) and next(module.children(), None) is None
+
+
+def _is_gated_experts(module: nn.Module) -> bool:
+    return getattr(module, "has_gate", False) is True and hasattr(module, "_apply_gate")
 
 
 def _widen_input(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -19,10 +19,10 @@ from nemo_rl.column_arrays import id_dtype
 from nemo_rl.distributed.expert_routers import RouterOutput, find_routers
 from nemo_rl.distributed.file_names import FilePart, file_parts
 from nemo_rl.distributed.float32 import (
-    can_keep_float32_residual,
+    can_compute_as_on_cpu,
     can_rotate_in_float32,
+    compute_as_on_cpu,
     float32_product,
-    keep_float32_residual,
     rotate_in_float32,
 )
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
@@ -150,8 +150,8 @@ class HFGeneration(Generation):
         if self._model.dtype == torch.bfloat16 and can_rotate_in_float32(decoder):  # as the policy does
             rotate_in_float32(decoder)
         if self._model.dtype == torch.bfloat16 and device == "cpu":
-            if can_keep_float32_residual(self._model):
-                keep_float32_residual(self._model)
+            if can_compute_as_on_cpu(self._model):
+                compute_as_on_cpu(self._model)
             else:
                 logger.warning("%s: cannot keep the residual stream in float32", type(self._model).__name__)
         self._routes = RouteRecorder(self._model) if records_routes else None

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from nemo_rl.distributed.float32 import round_rotated
+from nemo_rl.distributed.float32 import attention_inputs
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.hf_model import text_decoder
 from nemo_rl.policy.prefix_tree import PrefixTree
@@ -184,9 +184,10 @@ def packed_attention_forward(
 
     From [1, heads, N, width] to [1, N, heads, width]. `s_aux` [heads] are sinks.
     """
-    query, key, value = round_rotated(query, key, value)
+    dtype = value.dtype
+    query, key, value = attention_inputs(query, key, value)
     if isinstance(pack, SharedPrefixes):
-        return tree_attention(query, key, value, pack, sliding_window, options.get("scaling")), None
+        return tree_attention(query, key, value, pack, sliding_window, options.get("scaling")).to(dtype), None
     if s_aux is None and has_varlen_kernel(query, value):
         return varlen_attention(query, key, value, pack, sliding_window, options.get("scaling")), None
     parts = zip(*(states.split(pack.lengths, dim=2) for states in (query, key, value)), strict=True)
@@ -196,7 +197,7 @@ def packed_attention_forward(
         if s_aux is not None:
             k, v, mask = _add_sinks(q, k, v, mask, s_aux)
         results.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
-    return torch.cat(results, dim=1), None
+    return torch.cat(results, dim=1).to(dtype), None
 
 
 def _add_sinks(

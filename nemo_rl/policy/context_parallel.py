@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from nemo_rl.distributed.float32 import round_rotated
+from nemo_rl.distributed.float32 import attention_inputs
 from nemo_rl.errors import ConfigError
 from nemo_rl.policy.attention import SINK_MODEL_TYPES, PackedSequences, packed_attention_forward, packing_problem
 from nemo_rl.policy.exchanges import exchange_rows, gather_rows
@@ -151,7 +151,7 @@ def sliced_attention_forward(
         local: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
         return attend_packed(local, *whole, attention_mask, pack=pack.row, **options)[0]
 
-    return attend_over_slices(attend, *round_rotated(query, key, value), pack.ranks), None
+    return attend_over_slices(attend, *attention_inputs(query, key, value), pack.ranks), None
 
 
 def attend_over_slices(

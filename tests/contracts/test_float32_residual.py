@@ -78,14 +78,15 @@ def test_fsdp2_leaves_the_rotation_in_float32_beside_a_residual_stream_that_roun
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: cosines and sines reach attention as they were made, hidden states in bfloat16."""
-    monkeypatch.setattr(worker, "can_keep_float32_residual", lambda model: False)
+    monkeypatch.setattr(worker, "can_compute_as_on_cpu", lambda model: False)
     policy = make_policy(FSDP2_ALONE, models["qwen3"], precision="bfloat16")
     seen: set[tuple[torch.dtype, ...]] = set()
 
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         seen.add((kwargs["hidden_states"].dtype, *(each.dtype for each in kwargs["position_embeddings"])))
 
-    for layer in decoder_layers(policy.module):
+    layers: list[Any] = list(decoder_layers(policy.module))
+    for layer in layers:
         layer.self_attn.register_forward_pre_hook(look, with_kwargs=True)
     policy.train_step(make_batch(LENGTHS), WeightedNLL())
     policy.close()

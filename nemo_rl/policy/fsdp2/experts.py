@@ -100,7 +100,8 @@ def _dispatch(
     num_received, num_sent = received.sum(1).tolist(), sent.sum(1).tolist()
     tokens = exchange_rows(hidden.index_select(0, order // ids.shape[1]), num_received, num_sent, group)
     local_ids = torch.arange(sent.shape[1], device=ids.device).repeat(num_ranks).repeat_interleave(received.flatten())
-    results = exchange_rows(_compute(experts, tokens, local_ids), num_sent, num_received, group)
+    computed = _compute(experts, tokens, local_ids).to(tokens.dtype)  # on a CPU experts return float32
+    results = exchange_rows(computed, num_sent, num_received, group)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     by_choice = results.index_select(0, back).unflatten(0, ids.shape)

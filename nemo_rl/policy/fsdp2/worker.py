@@ -29,9 +29,9 @@ from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_siz
 from nemo_rl.distributed.expert_routers import find_routers
 from nemo_rl.distributed.file_names import FilePart, file_parts, parts_by_tensor
 from nemo_rl.distributed.float32 import (
-    can_keep_float32_residual,
+    can_compute_as_on_cpu,
     can_rotate_in_float32,
-    keep_float32_residual,
+    compute_as_on_cpu,
     keep_float32_routers,
     rotate_in_float32,
 )
@@ -394,8 +394,8 @@ def _round_less(module: CausalLogprobs, small: PreTrainedModel, *, has_residual:
         logger.warning("%s does not rotate queries and keys in float32, as its engine does", kind)
     if not has_residual:
         return
-    if can_keep_float32_residual(small):
-        keep_float32_residual(module.model)
+    if can_compute_as_on_cpu(small):
+        compute_as_on_cpu(module.model)
         module.casts_inputs = False
         return
     logger.warning("%s does not read its residual stream through norms: sums are rounded to bfloat16", kind)

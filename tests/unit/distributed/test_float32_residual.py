@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from nemo_rl.distributed.float32 import can_keep_float32_residual, keep_float32_residual
+from nemo_rl.distributed.float32 import can_compute_as_on_cpu, compute_as_on_cpu
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -58,7 +58,7 @@ def test_outputs_and_gradients_are_nearer_to_those_of_float32(config: Any) -> No
     errors = torch.zeros(2, 2)
     for seed in range(NUM_SEEDS):
         rounded, kept = (make_model(config(**SIZES), seed, dtype=torch.bfloat16) for _ in range(2))
-        keep_float32_residual(kept)
+        compute_as_on_cpu(kept)
         exact = run_model(make_model(config(**SIZES), seed))
         for row, model in enumerate((rounded, kept)):
             for column, (found, expected) in enumerate(zip(run_model(model), exact, strict=True)):
@@ -76,6 +76,6 @@ def test_outputs_and_gradients_are_nearer_to_those_of_float32(config: Any) -> No
 )
 def test_models_whose_blocks_read_the_sums_themselves_are_found(config: PreTrainedConfig, expected: bool) -> None:
     model = make_model(config, dtype=torch.bfloat16)
-    assert can_keep_float32_residual(model) is expected
+    assert can_compute_as_on_cpu(model) is expected
     rounded = make_model(config, dtype=torch.bfloat16)
     assert torch.equal(model(TOKENS).logits, rounded(TOKENS).logits)  # it is left as it was

@@ -94,13 +94,12 @@ def test_residual_stream_is_summed_in_float32(norm: Any) -> None:
     assert (residual - exact).abs().max() < 1e-4
 
 
-def test_norm_without_a_residual_is_vllms_and_gives_the_blocks_bfloat16(norm: Any) -> None:
-    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    expected: Any = RMSNorm.forward_native(norm, hidden.bfloat16())
-    assert torch.equal(norm(hidden.bfloat16()), expected)
-    of_sums = norm(hidden)  # which a model has added up itself
-    assert of_sums.dtype == torch.bfloat16
-    torch.testing.assert_close(of_sums.double(), exact_norm(norm, hidden), rtol=2**-7, atol=0)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # float32: a model has added it up itself
+def test_norm_without_a_residual_is_rounded_once(norm: Any, dtype: torch.dtype) -> None:
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    normed = norm(hidden)
+    assert normed.dtype == torch.bfloat16
+    torch.testing.assert_close(normed.double(), exact_norm(norm, hidden), rtol=2**-8, atol=0)
 
 
 def test_norm_of_a_part_of_the_columns_is_left_to_vllm(norm: Any) -> None:

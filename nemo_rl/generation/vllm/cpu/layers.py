@@ -1,4 +1,4 @@
-"""vLLM's CPU layers with float32 logits and a float32 residual stream, and cheap random numbers per seeded request.
+"""vLLM's CPU layers with float32 logits, routers and residual stream, and cheap random numbers per seeded request.
 
 In a worker that imports this module vLLM makes these layers instead of its own; `use_request_streams` changes the
 sampler.
@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
@@ -45,17 +46,32 @@ class Float32ResidualRMSNorm(RMSNorm):
     def forward_native(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x + residual [..., H] in the dtype of x and the sum; without a residual the norm of x."""
-        if residual is None:
-            normed = cast(torch.Tensor, super().forward_native(x))
-            return normed.to(self.weight.dtype) if x.dtype == torch.float32 else normed
+        """Return the norm of x + residual [..., H] in the weights' dtype, and the sum; without a residual that of x."""
         if self.variance_size_override is not None or not self.has_weight:
             return super().forward_native(x, residual)
-        total = residual.float() + x
+        total = x.float() if residual is None else residual.float() + x
         scale = total.pow(2).mean(-1, keepdim=True).add_(self.variance_epsilon).rsqrt_()
-        return (total * scale).mul_(self.weight).to(x.dtype), total
+        normed = (total * scale).mul_(self.weight).to(self.weight.dtype)
+        return normed if residual is None else (normed, total)
 
     forward_cpu = forward_native  # vLLM calls forward_native if it compiles, else forward_cpu
+
+
+@GateLinear.register_oot
+class Float32GateLinear(GateLinear):
+    """vLLM's router of experts, with weights and logits in float32, as in the policy.
+
+    vLLM 0.32 rounds both to the model's dtype, unless the model asks otherwise.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "params_dtype": torch.float32, "out_dtype": torch.float32})
+
+    def set_out_dtype(self, out_dtype: torch.dtype) -> None:
+        """Do nothing: it is float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.nn.Parameter | None]:
+        return super().forward(x.float())
 
 
 class RequestStreams:
