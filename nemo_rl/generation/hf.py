@@ -150,8 +150,8 @@ class HFGeneration(Generation):
         if self._model.dtype == torch.bfloat16 and can_rotate_in_float32(decoder):  # as the policy does
             rotate_in_float32(decoder)
         if self._model.dtype == torch.bfloat16 and device == "cpu":
-            if can_compute_as_on_cpu(self._model):
-                compute_as_on_cpu(self._model)
+            if can_compute_as_on_cpu(decoder):
+                compute_as_on_cpu(decoder)
             else:
                 logger.warning("%s: cannot keep the residual stream in float32", type(self._model).__name__)
         self._routes = RouteRecorder(self._model) if records_routes else None

@@ -377,28 +377,23 @@ def make_module(
     if config.precision == "bfloat16":
         keep_float32_routers(find_routers(model))
         small: Any = hf_model.small_model(model, CPU)
-        _round_less(module, small.to(torch.bfloat16), has_residual=device.type == "cpu")
+        _round_less(module, hf_model.text_decoder(small.to(torch.bfloat16)), on_cpu=device.type == "cpu")
     return module
 
 
-def _round_less(module: CausalLogprobs, small: PreTrainedModel, *, has_residual: bool) -> None:
-    """Round where engines do: rotate in float32 and, with `has_residual`, keep the residual stream, if the model can.
-
-    `small` is a bfloat16 model of the same kind.
-    """
-    kind = type(module.model).__name__
-    if can_rotate_in_float32(hf_model.text_decoder(small)):
-        rotate_in_float32(hf_model.text_decoder(module.model))
+def _round_less(module: CausalLogprobs, small: PreTrainedModel, *, on_cpu: bool) -> None:
+    """Let the decoder round where its engine does, if it can; `small` is a bfloat16 decoder of the same kind."""
+    decoder, kind = hf_model.text_decoder(module.model), type(module.model).__name__
+    if can_rotate_in_float32(small):
+        rotate_in_float32(decoder)
         module.casts_inputs = False
     else:
         logger.warning("%s does not rotate queries and keys in float32, as its engine does", kind)
-    if not has_residual:
-        return
-    if can_compute_as_on_cpu(small):
-        compute_as_on_cpu(module.model)
+    if on_cpu and can_compute_as_on_cpu(small):
+        compute_as_on_cpu(decoder)
         module.casts_inputs = False
-        return
-    logger.warning("%s does not read its residual stream through norms: sums are rounded to bfloat16", kind)
+    elif on_cpu:
+        logger.warning("%s does not read its residual stream through norms: sums are rounded to bfloat16", kind)
 
 
 def named_weights(

@@ -17,13 +17,17 @@ from nemo_rl.data.vision import ImageEncoder
 from nemo_rl.distributed.vision_towers import ImageEmbedder
 from nemo_rl.experience.assembly import BatchRow
 from nemo_rl.image_features import PlacedImage
+from nemo_rl.policy.batch_transfer import merge_rows
 from nemo_rl.policy.driver import LocalTeacher
 from nemo_rl.policy.hf_model import decoder_layers, freeze_vision, load_model, recompute_activations
 from nemo_rl.policy.logprobs import CausalLogprobs
 from nemo_rl.policy.micro_batches import images_of, micro_batches
+from nemo_rl.policy.ranks import SINGLE_RANK
 from nemo_rl.types import Message, Prompt, TextPart, placed_images
+from tests.contracts.policies import make_policy
 from tests.fakes.vision import KINDS, picture, save_vision_model
 from tests.support.quick import quick
+from tests.unit.policy.tiny import WeightedNLL
 
 TOLERANCE = 1e-5
 
@@ -162,6 +166,22 @@ def test_logprobs_and_gradients_are_those_of_transformers(vision: Vision, is_pac
         assert gradient is not None, name
         scale = max(1.0, float(expected.grad.abs().max()))
         torch.testing.assert_close(gradient / scale, expected.grad / scale, atol=TOLERANCE, rtol=0, msg=name)
+
+
+def test_in_bfloat16_scores_are_nearly_those_of_float32(vision: Vision) -> None:
+    batch = vision.batch()
+    batch["advantages"], batch["sample_mask"] = torch.ones(batch["token_mask"].shape), torch.ones(len(vision.rows))
+    batch["group_id"] = batch["trajectory_id"] = torch.arange(len(vision.rows))
+    policy = make_policy(SINGLE_RANK, vision.path, num_samples=len(vision.rows), precision="bfloat16")
+    logprobs = merge_rows([policy.logprobs(batch)], batch)[0]
+    metrics = policy.train_step(batch, WeightedNLL())
+    policy.close()
+    for index, (row, sampled) in enumerate(zip(vision.rows, vision.num_sampled, strict=True)):
+        with torch.no_grad():
+            expected = vision.alone(vision.model, index)
+        found = logprobs[index, len(row) - sampled : len(row)]
+        torch.testing.assert_close(found, expected, atol=0.3, rtol=0)  # of log-probs near -10
+    assert metrics["grad_norm"] > 0
 
 
 def test_a_teacher_that_sees_has_the_scores_of_transformers(vision: Vision) -> None:
