@@ -34,7 +34,7 @@ def open_trace(path: Path) -> sqlite3.Connection:
             database.execute("insert into counter values (?, ?, ?)", row)
         elif event["ph"] == "X":
             times = event["ts"] / 1e6, event["dur"] / 1e6
-            row = event["pid"], event["tid"], event.get("cat", ""), event["name"], json.dumps(event["args"])
+            row = event["pid"], event["tid"], event.get("cat", ""), event["name"], json.dumps(event.get("args", {}))
             database.execute("insert into slice values (?, ?, ?, ?, ?, ?, ?)", (*times, *row))
     database.executescript(ARGS)
     return database
