@@ -31,8 +31,8 @@ from tests.contracts.policies import SETTINGS, SGD, clones, make_policy
 from tests.unit.policy.tiny import WeightedNLL, make_sharing_batch, plain_logprobs
 
 LENGTHS = [9, 5, 12, 3, 7, 12, 2, 6]
-PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 16}}
-TREES = {"sequence_packing": {**PACKED["sequence_packing"], "share_prefixes": True}}
+PACKED: dict[str, Any] = {"sequence_packing": {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 16}}
+TREES: dict[str, Any] = {"sequence_packing": {**PACKED["sequence_packing"], "share_prefixes": True}}
 WHOLE_BATCH: dict[str, Any] = {"train_micro_batch_size": 8, "logprob_batch_size": 8}
 RECOMPUTED = {"dtensor_cfg": {"activation_checkpointing": True}}
 CASES: list[tuple[str, dict[str, Any]]] = [
