@@ -12,6 +12,7 @@ add up to the residual stream is not rounded (Megatron's `fp32_residual_connecti
 (generation/vllm/cpu/layers.py). It takes hooks on a Hugging Face model, which change no name and no weight.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
@@ -24,6 +25,8 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+logger = logging.getLogger(__name__)
 
 CPU_BLOCK = 2**20  # weight elements cast at once, which fit a core's cache
 MIN_CPU_ROWS = 256
@@ -78,6 +81,24 @@ def _bfloat16_units() -> Iterator[None]:
         yield
     finally:
         backend.fp32_precision = usual
+
+
+def round_as_engine(decoder: PreTrainedModel, probe: PreTrainedModel, *, on_cpu: bool) -> bool:
+    """Let a decoder that computes in bfloat16 round where its engine does, as far as it can.
+
+    `probe` is a decoder of the same kind with bfloat16 weights. Returns whether layers are given float32 now, which
+    FSDP2 must not cast.
+    """
+    kind = type(decoder).__name__
+    if rotates := can_rotate_in_float32(probe):
+        rotate_in_float32(decoder)
+    else:
+        logger.warning("%s does not rotate queries and keys in float32, as its engine does", kind)
+    if computes := on_cpu and can_compute_as_on_cpu(probe):
+        compute_as_on_cpu(decoder)
+    elif on_cpu:
+        logger.warning("%s does not read its residual stream through norms: sums are rounded to bfloat16", kind)
+    return rotates or computes
 
 
 def compute_as_on_cpu(model: PreTrainedModel) -> list[RemovableHandle]:

@@ -1,7 +1,6 @@
 """A transformers model as an engine: slow, exact, and repeatable to the bit. The reference for the others in tests."""
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, DynamicCache
 from nemo_rl.column_arrays import id_dtype
 from nemo_rl.distributed.expert_routers import RouterOutput, find_routers
 from nemo_rl.distributed.file_names import FilePart, file_parts
-from nemo_rl.distributed.float32 import (
-    can_compute_as_on_cpu,
-    can_rotate_in_float32,
-    compute_as_on_cpu,
-    float32_product,
-    rotate_in_float32,
-)
+from nemo_rl.distributed.float32 import float32_product, round_as_engine
 from nemo_rl.distributed.machine import compute_in_turn, release_openmp_threads
 from nemo_rl.distributed.vision_towers import ImageEmbedder, RowImages, auto_class, sees
 from nemo_rl.errors import GenerationError, WeightSyncError
@@ -40,7 +33,6 @@ from nemo_rl.token_columns import (
 from nemo_rl.types import Completion, FailedRequest, GenerationRequest, SamplingParams, WeightSpan
 from nemo_rl.weight_manifests import Weights
 
-logger = logging.getLogger(__name__)
 MAX_SEED = 2**63 - 1
 
 
@@ -146,14 +138,9 @@ class HFGeneration(Generation):
         )
         self._model = model.to(device).eval()
         keep_float32_logits(self._model)
-        decoder = self._model.get_decoder() if sees(config) else self._model
-        if self._model.dtype == torch.bfloat16 and can_rotate_in_float32(decoder):  # as the policy does
-            rotate_in_float32(decoder)
-        if self._model.dtype == torch.bfloat16 and device == "cpu":
-            if can_compute_as_on_cpu(decoder):
-                compute_as_on_cpu(decoder)
-            else:
-                logger.warning("%s: cannot keep the residual stream in float32", type(self._model).__name__)
+        if self._model.dtype == torch.bfloat16:  # as the policy does
+            decoder = self._model.get_decoder() if sees(config) else self._model
+            round_as_engine(decoder, decoder, on_cpu=device == "cpu")
         self._routes = RouteRecorder(self._model) if records_routes else None
         self._model_path = model_path
         self._device = device

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.policy.fsdp2 import worker
+from nemo_rl.distributed import float32
 from nemo_rl.policy.hf_model import decoder_layers
 from tests.contracts.layouts import BATCHING, FSDP2, FSDP2_ALONE, LENGTHS, Layouts
 from tests.contracts.policies import SGD, clones, make_policy
@@ -78,7 +78,7 @@ def test_fsdp2_leaves_the_rotation_in_float32_beside_a_residual_stream_that_roun
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: cosines and sines reach attention as they were made, hidden states in bfloat16."""
-    monkeypatch.setattr(worker, "can_compute_as_on_cpu", lambda model: False)
+    monkeypatch.setattr(float32, "can_compute_as_on_cpu", lambda model: False)
     policy = make_policy(FSDP2_ALONE, models["qwen3"], precision="bfloat16")
     seen: set[tuple[torch.dtype, ...]] = set()
 

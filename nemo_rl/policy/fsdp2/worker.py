@@ -28,13 +28,7 @@ from nemo_rl import batch as keys
 from nemo_rl.config.policy import PolicyConfig, TeacherConfig, resolve_chunk_size
 from nemo_rl.distributed.expert_routers import find_routers
 from nemo_rl.distributed.file_names import FilePart, file_parts, parts_by_tensor
-from nemo_rl.distributed.float32 import (
-    can_compute_as_on_cpu,
-    can_rotate_in_float32,
-    compute_as_on_cpu,
-    keep_float32_routers,
-    rotate_in_float32,
-)
+from nemo_rl.distributed.float32 import keep_float32_routers, round_as_engine
 from nemo_rl.errors import CheckpointError, ConfigError, PolicyError
 from nemo_rl.interfaces import LossFn, OffloadPart
 from nemo_rl.loss_types import Metric, Normalizer, RequiredScores, TokenScores
@@ -377,23 +371,9 @@ def make_module(
     if config.precision == "bfloat16":
         keep_float32_routers(find_routers(model))
         small: Any = hf_model.small_model(model, CPU)
-        _round_less(module, hf_model.text_decoder(small.to(torch.bfloat16)), on_cpu=device.type == "cpu")
+        probe = hf_model.text_decoder(small.to(torch.bfloat16))
+        module.casts_inputs = not round_as_engine(hf_model.text_decoder(model), probe, on_cpu=device.type == "cpu")
     return module
-
-
-def _round_less(module: CausalLogprobs, small: PreTrainedModel, *, on_cpu: bool) -> None:
-    """Let the decoder round where its engine does, if it can; `small` is a bfloat16 decoder of the same kind."""
-    decoder, kind = hf_model.text_decoder(module.model), type(module.model).__name__
-    if can_rotate_in_float32(small):
-        rotate_in_float32(decoder)
-        module.casts_inputs = False
-    else:
-        logger.warning("%s does not rotate queries and keys in float32, as its engine does", kind)
-    if on_cpu and can_compute_as_on_cpu(small):
-        compute_as_on_cpu(decoder)
-        module.casts_inputs = False
-    elif on_cpu:
-        logger.warning("%s does not read its residual stream through norms: sums are rounded to bfloat16", kind)
 
 
 def named_weights(

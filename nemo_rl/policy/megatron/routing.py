@@ -124,12 +124,12 @@ class StageRouting:
         rows = None if recorded is None else self._read(recorded, pack)
         self._set({index: None if rows is None else rows[:, index] for index in self._routes})
         self._is_observing = torch.is_grad_enabled()
-        if not self._is_observing and self._config.records_own:
-            self._records.append(RecordedPass(len(counted), needed.shape[1], pack))
         if self._is_observing:
             is_missing = torch.ones_like(counted) if rows is None else (rows < 0).flatten(1).any(1)
             is_other = torch.zeros(2, len(counted), dtype=torch.bool, device=counted.device)
             self._passes.append(RoutedPass(counted, is_missing, is_other))
+        elif self._config.records_own:
+            self._records.append(RecordedPass(len(counted), needed.shape[1], pack))
 
     def take_records(self) -> list[torch.Tensor]:
         """Return the experts of each pass without gradients since the last call, as columns [B, T, L, k] on the CPU.
